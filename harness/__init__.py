@@ -1,0 +1,1 @@
+"""Fidelity harness for EXL3 quants: how far is a quant from its BF16 teacher?"""

@@ -1,0 +1,209 @@
+"""The whole map in one page: what flows from a panel to a verdict.
+
+Shape suffixes: T positions or tokens of one row, V vocabulary, H hidden size, K known ids.
+Divergences are KL(teacher || candidate) in nats. Position ``t`` of a row predicts its token ``t + 1``,
+so a row of ``T`` tokens has ``T - 1`` scored positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+Lane = Literal["weights", "served"]
+Estimator = Literal["exact", "lower_bound"]
+Want = Literal["hidden", "logits", "topk"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One context of a panel: ``ids_T`` int32 token ids cut from one document."""
+
+    index: int
+    ids_T: np.ndarray
+    document: str
+    domain: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """An ordered, sealed set of rows; ``sha256`` covers every token id in order."""
+
+    name: str
+    rows: tuple[Row, ...]
+    sha256: str
+    recipe_sha256: str
+    tokenizer_sha256: str
+    tokenizer_name: str
+    unit: Literal["document", "row"] = "document"
+    registration_sha256: str | None = None
+
+    @property
+    def positions(self) -> int:
+        """Scored positions of all rows together."""
+        return sum(len(row.ids_T) - 1 for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalNorm:
+    """RMSNorm to apply before the head when hidden states were captured in front of it."""
+
+    weight_H: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """``logits = softcap(scale * (norm(h) @ weight_VH.T + bias_V))`` on the first ``vocab_size`` columns.
+
+    ``weight_VH`` keeps the dtype it is stored in (bf16, fp16 or fp32); products are made in fp32.
+    Columns at and past ``vocab_size`` are padding: never part of a softmax, their mass is reported.
+    ``sha256`` is the digest of the tensor contents (``harness.digest.head_digest``).
+    """
+
+    weight_VH: torch.Tensor
+    vocab_size: int
+    sha256: str
+    bias_V: torch.Tensor | None = None
+    norm: FinalNorm | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hidden:
+    """Inputs of the head, one per token (the last token's is there too): ``[T, H]``."""
+
+    states_TH: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """Unnormalised log-probabilities, one row per token: ``[T, V]``."""
+
+    logits_TV: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """Known log-probabilities of positions ``0 .. T-2``; unused slots hold id -1.
+
+    ``target_logprob_T`` is the log-probability of the row's own next token.
+    """
+
+    ids_TK: np.ndarray
+    logprobs_TK: np.ndarray
+    target_logprob_T: np.ndarray
+
+
+Outputs = Hidden | Logits | TopK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOutputs:
+    """What an engine gave for one row, with the ids it says it ran."""
+
+    index: int
+    echoed_ids_T: np.ndarray
+    outputs: Outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentity:
+    """All that could move a number. ``model`` is a Hub id or a folder's base name, never a path."""
+
+    engine: str
+    version: str
+    model: str
+    revision: str
+    weights_sha256: str
+    head_sha256: str
+    tokenizer_sha256: str
+    weights_dtype: str
+    compute_dtype: str
+    lane: Lane
+    device: str
+    settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Runs a model over rows. An iterator, so it may stream layer by layer or keep requests in flight."""
+
+    @property
+    def identity(self) -> EngineIdentity: ...
+
+    @property
+    def head(self) -> Head | None:
+        """The model's own head where it is separable (outputs are then `Hidden`)."""
+        ...
+
+    def run(self, rows: Sequence[Row], want: Want) -> Iterator[RowOutputs]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Per-position results of one row (or several, concatenated); every array has ``T`` entries.
+
+    KL, NLL and entropy in nats. ``agree`` counts a candidate choice that ties with the teacher's set of
+    top tokens; ``agree_lowest_id`` compares the lowest top id of both. ``rank`` is the 1-based rank of the
+    teacher's top-1 in the candidate. ``outside_*`` is the probability mass on padding columns.
+    """
+
+    kl: np.ndarray
+    kl_reverse: np.ndarray
+    nll_teacher: np.ndarray
+    nll_candidate: np.ndarray
+    entropy_teacher: np.ndarray
+    entropy_candidate: np.ndarray
+    top1_teacher: np.ndarray
+    top1_candidate: np.ndarray
+    agree: np.ndarray
+    agree_lowest_id: np.ndarray
+    tied_teacher: np.ndarray
+    tied_candidate: np.ndarray
+    p_top1_teacher: np.ndarray
+    nonfinite_teacher: np.ndarray
+    nonfinite_candidate: np.ndarray
+    tv: np.ndarray
+    top5_overlap: np.ndarray
+    rank: np.ndarray
+    outside_teacher: np.ndarray
+    outside_candidate: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.kl)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Scores]) -> Scores:
+        """Join the scores of several rows in the order given."""
+        return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)})
+
+
+#: dtype of each array of `Scores`, and so of the columns of positions.parquet.
+SCORE_DTYPES: Mapping[str, str] = {
+    "kl": "float64",
+    "kl_reverse": "float64",
+    "nll_teacher": "float64",
+    "nll_candidate": "float64",
+    "entropy_teacher": "float64",
+    "entropy_candidate": "float64",
+    "top1_teacher": "int32",
+    "top1_candidate": "int32",
+    "agree": "bool",
+    "agree_lowest_id": "bool",
+    "tied_teacher": "bool",
+    "tied_candidate": "bool",
+    "p_top1_teacher": "float64",
+    "nonfinite_teacher": "int32",
+    "nonfinite_candidate": "int32",
+    "tv": "float64",
+    "top5_overlap": "int8",
+    "rank": "int32",
+    "outside_teacher": "float64",
+    "outside_candidate": "float64",
+}

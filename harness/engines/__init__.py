@@ -1,0 +1,1 @@
+"""What runs a model on rows. One file an engine, one seam (`harness.types.Engine`)."""

@@ -1,0 +1,149 @@
+"""Token-weighted means of positions that share a row or a document: influence values and Student t intervals.
+
+Positions of one row share text, domain and cache state, so the row (or the document, where rows are cut from
+fewer documents) is the unit. With ``S_g`` the sum and ``L_g`` the number of scored positions of group ``g``::
+
+    theta = sum S_g / sum L_g        u_g = (S_g - theta * L_g) / mean(L)        SE = sd(u) / sqrt(G)
+
+which is the cluster-robust standard error with the G/(G-1) correction; equal lengths give the plain t interval of
+the row means. Suffix G: groups. Suffix N: positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+from harness.errors import ScoreError
+from harness.stats.estimate import Estimate, without_interval
+
+ONE_GROUP = "one {unit} gives no interval: nothing can be said about other {unit}s"
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums and counts of a per-position quantity by group; all that its mean and interval need."""
+
+    sums_G: np.ndarray
+    counts_G: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.sums_G.shape != self.counts_G.shape or self.sums_G.ndim != 1 or len(self.sums_G) == 0:
+            raise ValueError("sums and counts must be two arrays of one length, at least 1")
+        if not (self.counts_G > 0).all():
+            raise ValueError("every group needs at least one position")
+
+    def __len__(self) -> int:
+        return len(self.sums_G)
+
+    @property
+    def mean(self) -> float:
+        """The token-weighted mean."""
+        return float(self.sums_G.sum() / self.counts_G.sum())
+
+    @property
+    def means_G(self) -> np.ndarray:
+        """The mean of each group."""
+        return self.sums_G / self.counts_G
+
+    @property
+    def influence_G(self) -> np.ndarray:
+        """Influence of each group on the mean; they sum to 0 (up to rounding)."""
+        return (self.sums_G - self.mean * self.counts_G) / self.counts_G.mean()
+
+    @property
+    def standard_error(self) -> float:
+        """Cluster-robust standard error of the mean; nan for one group."""
+        if len(self) < 2:
+            return float("nan")
+        return float(self.influence_G.std(ddof=1) / np.sqrt(len(self)))
+
+    def minus(self, other: Totals) -> Totals:
+        """Totals of the paired difference; both sides must cover the same positions."""
+        if not np.array_equal(self.counts_G, other.counts_G):
+            raise ValueError("a paired difference needs the same positions on both sides")
+        return Totals(self.sums_G - other.sums_G, self.counts_G)
+
+
+def require_finite(values_N: np.ndarray, what: str = "values") -> None:
+    """Refuse NaN and infinities: callers decide what happens to them, an average must not."""
+    bad = np.flatnonzero(~np.isfinite(values_N))
+    if len(bad):
+        raise ScoreError(
+            f"{len(bad)} of {values_N.size} {what} are not finite (first at index {bad[0]})",
+            "exclude these positions on both sides, count them, and say so beside the number",
+        )
+
+
+def group_totals(values_N: np.ndarray, group_N: np.ndarray | Sequence[object]) -> Totals:
+    """Sum per-position values by group, in the sorted order of the group labels."""
+    values_N = np.asarray(values_N, dtype=np.float64)
+    labels, index_N = np.unique(np.asarray(group_N), return_inverse=True)
+    if values_N.shape != index_N.shape or values_N.ndim != 1:
+        raise ValueError(f"values {values_N.shape} and groups {index_N.shape} must be two arrays of one length")
+    require_finite(values_N)
+    sums_G = np.bincount(index_N, weights=values_N, minlength=len(labels))
+    return Totals(sums_G, np.bincount(index_N, minlength=len(labels)).astype(np.float64))
+
+
+def totals_of_means(means_R: np.ndarray, counts_R: np.ndarray, group_R: np.ndarray | Sequence[object]) -> Totals:
+    """Totals from per-row means and position counts, for receipts that hold no positions."""
+    counts_R = np.asarray(counts_R, dtype=np.float64)
+    sums = group_totals(np.asarray(means_R, dtype=np.float64) * counts_R, group_R).sums_G
+    return Totals(sums, group_totals(counts_R, group_R).sums_G)
+
+
+def t_quantile(groups: int, confidence: float) -> float:
+    """Two-sided Student t factor with ``groups - 1`` degrees of freedom."""
+    return float(stdtrit(groups - 1, 0.5 + confidence / 2))
+
+
+def t_interval(totals: Totals, *, confidence: float = 0.95, unit: str = "row") -> Estimate:
+    """Mean with the t interval of its group influence values; the default for paired differences and rates."""
+    method = "t on group influence values"
+    if len(totals) < 2:
+        note = ONE_GROUP.format(unit=unit)
+        return without_interval(totals.mean, method=method, confidence=confidence, unit=unit, n=len(totals), note=note)
+    half = t_quantile(len(totals), confidence) * totals.standard_error
+    return Estimate(
+        estimate=totals.mean,
+        low=totals.mean - half,
+        high=totals.mean + half,
+        method=method,
+        confidence=confidence,
+        unit=unit,
+        n=len(totals),
+        standard_error=totals.standard_error,
+    )
+
+
+def log_t_interval(totals: Totals, *, confidence: float = 0.95, unit: str = "row") -> Estimate:
+    """Mean of a positive quantity with a t interval on ``ln(mean)`` (delta method); its lower end stays above 0.
+
+    For few groups: there the bootstrap has too few distinct resamples to be trusted.
+    """
+    method = "t on ln(mean)"
+    if len(totals) < 2 or totals.mean <= 0:
+        note = ONE_GROUP.format(unit=unit) if len(totals) < 2 else "the mean is not positive"
+        return without_interval(totals.mean, method=method, confidence=confidence, unit=unit, n=len(totals), note=note)
+    factor = np.exp(t_quantile(len(totals), confidence) * totals.standard_error / totals.mean)
+    return Estimate(
+        estimate=totals.mean,
+        low=float(totals.mean / factor),
+        high=float(totals.mean * factor),
+        method=method,
+        confidence=confidence,
+        unit=unit,
+        n=len(totals),
+        standard_error=totals.standard_error,
+    )
+
+
+def row_mean_interval(
+    values_N: np.ndarray, row_of_N: np.ndarray | Sequence[object], *, confidence: float = 0.95, unit: str = "row"
+) -> Estimate:
+    """Token-weighted mean of per-position values with the t interval over rows (or documents)."""
+    return t_interval(group_totals(values_N, row_of_N), confidence=confidence, unit=unit)

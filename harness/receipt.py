@@ -132,7 +132,9 @@ def load_measurement(path: Path) -> Measurement:
     try:
         return Measurement.model_validate(json.loads(file.read_text()))
     except FileNotFoundError as error:
-        raise Refused(f"{file.name} is not in {path.name}", "name a run folder that `fidelity measure` wrote") from error
+        raise Refused(
+            f"{file.name} is not in {path.name}", "name a run folder that `fidelity measure` wrote"
+        ) from error
     except (json.JSONDecodeError, ValidationError) as error:
         first = str(error).splitlines()[0]
         raise Refused(f"{path.name}/measurement.json cannot be read: {first}", "measure again") from error

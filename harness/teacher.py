@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.capture import Capture, CaptureWriter, open_capture
+from harness.capture.manifest import Form
 from harness.digest import json_digest
 from harness.engines.hf import ComputeDType
 from harness.engines.models import DType, ModelFolder, locate
-from harness.engines.open import digests_of, open_engine
-from harness.errors import CaptureError, EngineError, UsageError
+from harness.engines.open import NO_TOKENIZER, digests_of, open_engine
+from harness.errors import CaptureError, UsageError
+from harness.preflight import check_echo
 from harness.progress import phase
-from harness.scoring import teacher_stats
-from harness.store import folder_lock, require_space
-from harness.types import Engine, Hidden, Panel, Row
+from harness.score_row import one_sided, targets_of
+from harness.store import folder_lock
+from harness.types import Engine, Panel, Row
 
 MODELS = Path("teachers/models")
 CAPTURES = Path("teachers/captures")
@@ -76,10 +77,14 @@ def read_spec(path: Path) -> TeacherSpec:
     except FileNotFoundError as error:
         raise UsageError(f"there is no {path}", "see teachers/ for those that ship, or give a model id") from error
     except (tomllib.TOMLDecodeError, ValidationError) as error:
-        detail = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
-        ) if isinstance(error, ValidationError) else str(error)
-        raise UsageError(f"{path.name} is not a teacher file: {detail}", "compare with teachers/smollm2-135m.toml") from error
+        detail = (
+            "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            if isinstance(error, ValidationError)
+            else str(error)
+        )
+        raise UsageError(
+            f"{path.name} is not a teacher file: {detail}", "compare with teachers/smollm2-135m.toml"
+        ) from error
 
 
 def _from_card(candidate: ModelFolder | None) -> TeacherSpec:
@@ -97,38 +102,95 @@ def _from_card(candidate: ModelFolder | None) -> TeacherSpec:
     return TeacherSpec(name=base.split("/")[-1], model=base, revision=revision and str(revision))
 
 
-def ensure_capture(
-    spec: TeacherSpec, panel: Panel, rows: Sequence[Row], *, device: str | None = None, root: Path = CAPTURES
-) -> tuple[Capture, Reproduction | None]:
-    """The capture of ``rows``: made where it is missing; where it was there, first reproduced on two rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherModel:
+    """A teacher found on this disk, before anything of it is loaded."""
 
-    Returns:
-        The capture, and the reproduction check where there was something to reproduce.
-    """
+    spec: TeacherSpec
+    located: ModelFolder
+    weights_sha256: str
+    tokenizer_sha256: str
+
+    def capture_key(self, panel: Panel) -> str:
+        """What a capture depends on, apart from the machine that makes it."""
+        chosen = self.spec.model_dump(include={"weights_dtype", "compute_dtype", "capture_dtype", "vocab_size"})
+        return json_digest({"weights": self.weights_sha256, "panel": panel.sha256} | chosen)
+
+    def folder(self, panel: Panel, root: Path = CAPTURES) -> Path:
+        return root / f"{self.spec.name}-{panel.name}-{self.capture_key(panel)[:8]}"
+
+
+def find_teacher(spec: TeacherSpec, panel: Panel) -> TeacherModel:
+    """Locate the teacher's files and refuse one whose tokenizer is not the panel's."""
     located = locate(spec.model, spec.revision, cache=MODELS, weights_dtype=spec.weights_dtype)
     weights_sha256, tokenizer_sha256 = digests_of(located)
-    if tokenizer_sha256 not in (panel.tokenizer_sha256, "absent"):
+    if tokenizer_sha256 not in (panel.tokenizer_sha256, NO_TOKENIZER):
         raise CaptureError(
             f"panel {panel.name} is sealed for tokenizer {panel.tokenizer_sha256[:12]}, "
             f"teacher {located.name} has {tokenizer_sha256[:12]}",
             f"seal it for this teacher: fidelity panel seal panels/{panel.name} --tokenizer {spec.model}",
         )
-    folder = root / f"{spec.name}-{panel.name}-{capture_key(spec, panel, weights_sha256)[:8]}"
+    return TeacherModel(spec=spec, located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
+
+
+def ensure_capture(
+    teacher: TeacherModel, panel: Panel, rows: Sequence[Row], *, device: str | None = None, root: Path = CAPTURES
+) -> tuple[Capture, Reproduction | None]:
+    """The capture of ``rows``, made where it is missing; what was there is first reproduced on two rows.
+
+    Returns:
+        The capture, and the reproduction where there was something to reproduce.
+    """
+    folder = teacher.folder(panel, root)
     with folder_lock(folder):
-        had = _rows_present(folder)
-        missing = [row for row in rows if row.index not in had]
-        if not missing:
-            return open_capture(folder), None
+        had = open_capture(folder) if (folder / "manifest.json").is_file() else None
         engine = open_engine(
-            located, compute=spec.compute_dtype, device=device, vocab_size=spec.vocab_size,
-            weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256,
+            teacher.located,
+            compute=teacher.spec.compute_dtype,
+            device=device,
+            vocab_size=teacher.spec.vocab_size,
+            weights_sha256=teacher.weights_sha256,
+            tokenizer_sha256=teacher.tokenizer_sha256,
         )
-        reproduction = reproduce(open_capture(folder), engine, panel) if had else None
-        capture_rows(folder, engine, panel, missing, spec)
+        reproduction = reproduce(had, engine, panel) if had else None
+        capture_rows(folder, engine, panel, rows, teacher.spec)
     return open_capture(folder), reproduction
 
 
-def capture_key(spec: TeacherSpec, panel: Panel, weights_sha256: str) -> str:
-    """What a capture depends on, apart from the machine that makes it."""
-    chosen = spec.model_dump(include={"weights_dtype", "compute_dtype", "capture_dtype", "vocab_size"})
-    return json_digest({"weights": weights_sha256, "panel": panel.sha256} | chosen)
+def capture_rows(folder: Path, engine: Engine, panel: Panel, rows: Sequence[Row], spec: TeacherSpec) -> None:
+    """Run the rows that the folder lacks and store each as it comes. The caller holds the folder's lock."""
+    form: Form = "logits" if engine.head is None else "hidden"
+    dtype = engine.identity.compute_dtype if spec.capture_dtype == "as_computed" else spec.capture_dtype
+    with CaptureWriter(folder, engine.identity, panel, engine.head, form, dtype, lock=False) as writer:
+        missing = set(writer.missing_rows())
+        todo = [row for row in rows if row.index in missing]
+        with phase(f"teacher {spec.name}", total=len(todo), unit="tokens") as advance:
+            for row, out in zip(todo, engine.run(todo, form), strict=True):
+                check_echo(row, out)
+                stats = one_sided(out.outputs, engine.head, targets_of(row)) if form == "hidden" else None
+                writer.write_row(row, out.outputs, stats)
+                advance(1, len(row.ids_T))
+        writer.finish()
+
+
+def reproduce(capture: Capture, engine: Engine, panel: Panel) -> Reproduction:
+    """Run the first and the last captured row again: every top-1 must be equal, and the NLL nearly so."""
+    present = sorted(capture.rows)
+    indices = tuple(sorted({present[0], present[-1]}))
+    rows = [panel.rows[index] for index in indices]
+    positions, exact, worst = 0, True, 0.0
+    with phase("teacher again", total=len(rows), unit="tokens") as advance:
+        for row, out in zip(rows, engine.run(rows, "hidden"), strict=True):
+            stored = capture.row(row.index)
+            again = one_sided(out.outputs, engine.head, targets_of(row))
+            exact &= bool(np.array_equal(again.top1, stored.top1))
+            worst = max(worst, float(np.max(np.abs(again.nll - stored.nll))))
+            positions += len(stored.nll)
+            advance(1, len(row.ids_T))
+    result = Reproduction(rows=indices, positions=positions, top1_exact=exact, max_nll_change=worst)
+    if not exact or worst > NLL_TOLERANCE:
+        raise CaptureError(
+            f"the teacher does not reproduce its capture: {result.line()}",
+            "the capture is of other weights, another build or another device: delete its folder and capture again",
+        )
+    return result

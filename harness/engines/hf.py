@@ -182,7 +182,9 @@ class TransformersEngine:
         self._refuse_long_rows(rows)
         for row in rows:
             ids = torch.from_numpy(np.asarray(row.ids_T, dtype=np.int64))[None].to(self._device)
-            yield RowOutputs(index=row.index, echoed_ids_T=ids[0].cpu().numpy().astype(np.int32), outputs=self._one(ids, want))
+            yield RowOutputs(
+                index=row.index, echoed_ids_T=ids[0].cpu().numpy().astype(np.int32), outputs=self._one(ids, want)
+            )
 
     def _one(self, ids: torch.Tensor, want: Want) -> Outputs:
         if want == "hidden" and self._head is not None:
@@ -225,7 +227,9 @@ def stored_dtype(folder: Path) -> str:
     """The dtype that config.json declares for the unquantised weights."""
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", {})
-    return str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "unknown")
+    return str(
+        config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "unknown"
+    )
 
 
 def device_name(device: str) -> str:
@@ -236,4 +240,6 @@ def device_name(device: str) -> str:
 def _version() -> str:
     import transformers
 
-    return f"exl3-fidelity {__version__}, transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    return (
+        f"exl3-fidelity {__version__}, transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    )

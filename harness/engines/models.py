@@ -63,7 +63,9 @@ def _from_hub(source: str, revision: str | None) -> ModelFolder:
         ) from error
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
         first = str(error).splitlines()[0]
-        raise EngineError(f"{source} cannot be fetched from the Hub: {first}", "check the name and --revision") from error
+        raise EngineError(
+            f"{source} cannot be fetched from the Hub: {first}", "check the name and --revision"
+        ) from error
     # A snapshot folder is named by its commit.
     return ModelFolder(folder=Path(path), name=source, revision=Path(path).name)
 

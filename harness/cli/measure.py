@@ -1,0 +1,80 @@
+"""``fidelity measure``: the main job. Without a candidate it measures the built-in example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.progress import console
+
+#: The panel of the built-in example, and the default.
+EXAMPLE_PANEL = Path("panels/example")
+
+
+def measure(
+    candidate: Annotated[str | None, typer.Argument(help="EXL3 folder or Hub id; empty: the example.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the candidate on the Hub.")] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(help="teachers/NAME.toml, a model, or a capture folder; default: the candidate's card."),
+    ] = None,
+    panel: Annotated[Path, typer.Option(help="Panel folder.")] = EXAMPLE_PANEL,
+    rows: Annotated[int | None, typer.Option(help="Only the first so many rows; the result says partial.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: reports/<name>.")] = None,
+    compute_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    packed: Annotated[bool, typer.Option(help="Decode EXL3 weights at every use: less memory, slower.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the receipt instead of tables.")] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option(help="Print the mean over finite positions, and their share.")
+    ] = False,
+) -> None:
+    """Measure a quant against its teacher over a panel, exactly, over the full vocabulary."""
+    from harness.measure import Request
+    from harness.measure import measure as run
+
+    if candidate is None:
+        from harness.example import example_candidate
+
+        candidate, teacher = example_candidate(), teacher or "teachers/smollm2-135m.toml"
+    result = run(
+        Request(
+            candidate=candidate,
+            revision=revision,
+            teacher=teacher,
+            panel=panel,
+            rows=rows,
+            out=out,
+            compute=compute_dtype,  # type: ignore[arg-type]
+            device=device,
+            packed=packed,
+        )
+    )
+    _show(result, as_json, allow_nonfinite)
+
+
+def _show(result: Any, as_json: bool, allow_nonfinite: bool) -> None:
+    from rich.console import Console
+
+    from harness.report.run_report import write_report
+    from harness.report.terminal import measurement_table
+
+    report = result.folder / "report.md"
+    if not (result.reused and report.is_file()):
+        write_report(result.folder)
+    if as_json:
+        print((result.folder / "measurement.json").read_text(), end="")
+    else:
+        if result.reused:
+            console.print("nothing has changed: this is the finished measurement")
+        Console().print(measurement_table(result.measurement))
+        Console().print(f"report: {report}")
+    if result.measurement.status == "invalid":
+        found = result.measurement
+        finite = found.summary.get("kl_mean_finite")
+        share = found.summary.get("finite_share")
+        shown = f"; mean over the {share:.4%} that are finite: {finite:.6g}" if allow_nonfinite else ""
+        console.print(f"invalid: {found.counts['nonfinite_positions']} positions have no KL (NaN logits){shown}")
+        raise typer.Exit(1)

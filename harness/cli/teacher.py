@@ -1,0 +1,43 @@
+"""``fidelity teacher capture|verify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(help="Capture a teacher's outputs over a panel, and verify captures.", no_args_is_help=True)
+
+
+@app.command()
+def capture(
+    teacher: Annotated[str, typer.Argument(help="teachers/NAME.toml or a model.")],
+    panel: Annotated[Path, typer.Option(help="Panel folder.")] = Path("panels/example"),
+    rows: Annotated[int | None, typer.Option(help="Only the first so many rows.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+) -> None:
+    """Run the teacher over a panel and store what scoring needs; goes on where an earlier run stopped."""
+    from harness.errors import UsageError
+    from harness.panel import ensure_built
+    from harness.teacher import ensure_capture, find_teacher, load_teacher
+
+    sealed = ensure_built(panel)
+    spec = load_teacher(teacher, None)
+    if isinstance(spec, Path):
+        raise UsageError(f"{spec.name} is a capture already", "use `fidelity teacher verify` on it")
+    model = find_teacher(spec, sealed)
+    made, again = ensure_capture(model, sealed, sealed.rows[:rows], device=device)
+    if again:
+        print(f"the teacher reproduces its capture: {again.line()}")
+    print(f"{model.folder(sealed)}: {len(made.rows)} of {len(sealed.rows)} rows, capture {made.sha256[:16]}")
+
+
+@app.command()
+def verify(folder: Annotated[Path, typer.Argument(help="Capture folder.")]) -> None:
+    """Re-check every digest of a capture, and that decoding gives back the stored NLL."""
+    from harness.capture import open_capture, verify_capture
+
+    for line in verify_capture(open_capture(folder)):
+        Console().print(line, highlight=False)

@@ -1,0 +1,229 @@
+"""One measurement: panel + teacher capture + candidate engine -> a run folder with positions and a receipt.
+
+A row is scored as soon as the engine gives it, written whole, and let go; so memory does not grow with rows.
+A run killed anywhere goes on at the first missing row and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness.capture import Capture, open_capture
+from harness.digest import file_digest, json_digest
+from harness.engines.hf import ComputeDType
+from harness.engines.models import ModelFolder, locate
+from harness.engines.open import NO_TOKENIZER, digests_of, open_engine
+from harness.environment import environment, source_digest
+from harness.errors import IncomparableError, Refused, UsageError
+from harness.panel import ensure_built
+from harness.preflight import check_echo, check_engine, check_support
+from harness.progress import phase
+from harness.receipt import Check, Measurement, load_measurement
+from harness.result import build_measurement
+from harness.rows import finished_rows, join_rows, write_row
+from harness.score_row import score_row
+from harness.store import folder_lock, require_space, write_json
+from harness.teacher import MODELS, Reproduction, TeacherModel, ensure_capture, find_teacher, load_teacher
+from harness.types import Engine, Panel, Row
+
+REPORTS = Path("reports")
+#: Rough bytes that a scored position takes in positions.parquet and its row file together.
+BYTES_PER_POSITION = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to measure. ``candidate`` and ``teacher`` as in `harness.engines.models.locate` and `load_teacher`."""
+
+    candidate: str
+    panel: Path
+    revision: str | None = None
+    teacher: str | None = None
+    rows: int | None = None
+    out: Path | None = None
+    compute: ComputeDType = "auto"
+    device: str | None = None
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The quant under test, found on this disk, before anything of it is loaded."""
+
+    located: ModelFolder
+    weights_sha256: str
+    tokenizer_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    folder: Path
+    measurement: Measurement
+    reused: bool
+
+
+def measure(request: Request) -> Result:
+    """Measure a candidate, or give back the finished measurement of exactly this question."""
+    candidate = find_candidate(request)
+    panel = panel_for(request.panel, candidate)
+    rows = _chosen(panel, request.rows)
+    named = load_teacher(request.teacher, candidate.located)
+    teacher = open_capture(named) if isinstance(named, Path) else find_teacher(named, panel)
+    key = measurement_key(request, panel, rows, teacher, candidate)
+    part = "" if len(rows) == len(panel.rows) else f"-rows{len(rows)}"
+    folder = request.out or REPORTS / f"{candidate.located.name}--{panel.name}--{key[:8]}{part}"
+    with folder_lock(folder):
+        done = _finished(folder, key)
+        if done:
+            return Result(folder=folder, measurement=done, reused=True)
+        return Result(
+            folder=folder, measurement=_run(request, panel, rows, candidate, teacher, key, folder), reused=False
+        )
+
+
+def find_candidate(request: Request) -> Candidate:
+    """Locate the candidate's files and digest them."""
+    located = locate(request.candidate, request.revision, cache=MODELS)
+    weights_sha256, tokenizer_sha256 = digests_of(located)
+    return Candidate(located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
+
+
+def panel_for(path: Path, candidate: Candidate) -> Panel:
+    """The panel as sealed for the candidate's tokenizer; its default seal where the candidate has none."""
+    known = candidate.tokenizer_sha256 != NO_TOKENIZER
+    return ensure_built(path, tokenizer=candidate.tokenizer_sha256 if known else None)
+
+
+def measurement_key(
+    request: Request, panel: Panel, rows: Sequence[Row], teacher: TeacherModel | Capture, candidate: Candidate
+) -> str:
+    """Digest of all that decides the numbers; names, places and times are no part of it."""
+    return json_digest(
+        {
+            "panel": panel.sha256,
+            "rows": [row.index for row in rows],
+            "registration": panel.registration_sha256,
+            "teacher": teacher.sha256 if isinstance(teacher, Capture) else teacher.capture_key(panel),
+            "candidate": candidate.weights_sha256,
+            "compute": request.compute,
+            "packed": request.packed,
+            "device": request.device,
+            "source": source_digest(),
+            "environment": environment(),
+        }
+    )
+
+
+def _chosen(panel: Panel, count: int | None) -> Sequence[Row]:
+    if count is not None and not 1 <= count <= len(panel.rows):
+        raise UsageError(f"--rows {count}: panel {panel.name} has {len(panel.rows)} rows", "ask for 1 up to that many")
+    return panel.rows[:count]
+
+
+def _finished(folder: Path, key: str) -> Measurement | None:
+    if not (folder / "measurement.json").is_file():
+        return None
+    found = load_measurement(folder)
+    if found.key != key:
+        raise IncomparableError(
+            f"{folder.name} holds the measurement {found.key[:12]} of {found.name}, this one is {key[:12]}",
+            "give another --out, or remove that folder",
+        )
+    positions = folder / "positions.parquet"
+    if not positions.is_file() or file_digest(positions) != found.positions_sha256:
+        raise Refused(
+            f"{folder.name}/positions.parquet is not what its measurement.json was made from",
+            f"remove {folder.name} and measure again",
+        )
+    return found
+
+
+def _run(
+    request: Request,
+    panel: Panel,
+    rows: Sequence[Row],
+    candidate: Candidate,
+    teacher: TeacherModel | Capture,
+    key: str,
+    folder: Path,
+) -> Measurement:
+    started = time.time()
+    require_space(folder, sum(len(row.ids_T) for row in rows) * BYTES_PER_POSITION, "this measurement")
+    capture, reproduction = _captured(teacher, panel, rows, request)
+    engine = open_engine(
+        candidate.located,
+        compute=request.compute,
+        device=request.device,
+        packed=request.packed,
+        vocab_size=capture.head.vocab_size if capture.head else None,
+        weights_sha256=candidate.weights_sha256,
+        tokenizer_sha256=candidate.tokenizer_sha256,
+    )
+    checks = [*_preflight(engine, capture, rows), _reproduction_check(reproduction)]
+    tokens = _score_rows(folder / "rows", key, engine, capture, rows)
+    table = join_rows(folder, panel, rows, key)
+    measurement = build_measurement(
+        folder,
+        table,
+        panel=panel,
+        rows=rows,
+        capture=capture,
+        engine=engine,
+        key=key,
+        checks=checks,
+        candidate=candidate.located,
+    )
+    ended = time.time()
+    write_json(
+        folder / "run.json",
+        {
+            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+            "seconds": round(ended - started, 1),
+            "tokens": tokens,
+            "tokens_per_second": round(tokens / (ended - started), 1),
+        },
+    )
+    return measurement
+
+
+def _captured(
+    teacher: TeacherModel | Capture, panel: Panel, rows: Sequence[Row], request: Request
+) -> tuple[Capture, Reproduction | None]:
+    if isinstance(teacher, TeacherModel):
+        return ensure_capture(teacher, panel, rows, device=request.device)
+    teacher.require_panel(panel)
+    return teacher, None
+
+
+def _preflight(engine: Engine, capture: Capture, rows: Sequence[Row]) -> list[Check]:
+    checks = check_engine(engine, rows[0])
+    if engine.head is not None and capture.head is not None:
+        columns = (len(capture.head.weight_VH), len(engine.head.weight_VH))
+        checks.append(check_support(*columns, capture.head.vocab_size, engine.head.vocab_size))
+    return checks
+
+
+def _reproduction_check(reproduction: Reproduction | None) -> Check:
+    name = "the teacher reproduces its capture"
+    if reproduction is None:
+        return Check(name=name, passed=True, figure="captured in this run, or its weights are not here")
+    return Check(name=name, passed=reproduction.top1_exact, figure=reproduction.line())
+
+
+def _score_rows(folder: Path, key: str, engine: Engine, capture: Capture, rows: Sequence[Row]) -> int:
+    """Run and score what is not there yet; returns the tokens that were run."""
+    present = finished_rows(folder, key)
+    todo = [row for row in rows if row.index not in present]
+    tokens = 0
+    with phase("candidate", total=len(todo), unit="tokens") as advance:
+        for row, out in zip(todo, engine.run(todo, "hidden"), strict=True):
+            check_echo(row, out)
+            scores = score_row(capture, capture.row(row.index), out.outputs, engine.head, row)
+            write_row(folder, key, row, scores)
+            tokens += len(row.ids_T)
+            advance(1, len(row.ids_T))
+    return tokens

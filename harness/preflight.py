@@ -1,0 +1,114 @@
+"""Checks made before a candidate is scored: each is one line with its figure, or a refusal with its repair."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from harness.errors import EngineError, ScoreError
+from harness.receipt import Check
+from harness.score_row import full, one_sided
+from harness.types import Engine, Hidden, Logits, Row, RowOutputs
+
+#: A mean NLL this close to 0 or to ln V is no language model's.
+DEGENERATE = 0.01
+#: Tokens of the first row that the checks run on.
+PROBE = 256
+
+
+def check_engine(engine: Engine, row: Row) -> list[Check]:
+    """Run the beginning of a row twice and look at what comes back."""
+    probe = Row(index=row.index, ids_T=row.ids_T[:PROBE], document=row.document, domain=row.domain, sha256="")
+    first, again = engine.run([probe, probe], "hidden")
+    check_echo(probe, first)
+    ids = np.asarray(probe.ids_T)
+    # Shift s asks whether the outputs at position t predict token t + 1 + s.
+    inner = _cut(full(first.outputs), 1, -2)
+    nll = {s: one_sided(inner, engine.head, ids[2 + s : len(ids) - 1 + s]).nll for s in (-1, 0, 1)}
+    vocab = engine.head.vocab_size if engine.head else int(_values(inner).shape[-1])
+    return [
+        Check(name="the engine ran the panel's token ids", passed=True, figure=f"{len(ids)} of {len(ids)} equal"),
+        check_not_degenerate(nll[0], vocab),
+        check_alignment(nll),
+        check_repeat(full(first.outputs), full(again.outputs)),
+        _cut_point(engine),
+    ]
+
+
+def check_echo(row: Row, out: RowOutputs) -> None:
+    """Refuse outputs of other tokens than the panel's."""
+    ours, theirs = row.ids_T, out.echoed_ids_T
+    if len(ours) != len(theirs):
+        raise EngineError(
+            f"row {row.index}: the engine ran {len(theirs)} tokens, the panel has {len(ours)}",
+            "turn off added special tokens and truncation in the engine",
+        )
+    differ = np.flatnonzero(ours != theirs)
+    if len(differ):
+        at = int(differ[0])
+        raise EngineError(
+            f"row {row.index}: the engine ran token {theirs[at]} at index {at}, the panel has {ours[at]}",
+            "send token ids, not text, and turn off added special tokens",
+        )
+
+
+def check_not_degenerate(nll_T: np.ndarray, vocab_size: int) -> Check:
+    """Refuse an engine whose NLL is 0 nearly everywhere, or that of a uniform distribution."""
+    mean, uniform = float(np.mean(nll_T)), math.log(vocab_size)
+    if abs(mean - uniform) < DEGENERATE:
+        raise ScoreError(
+            f"the mean NLL is {mean:.4f}, that of a uniform output (ln {vocab_size} = {uniform:.4f})",
+            "the weights are not loaded: check the checkpoint",
+        )
+    zeros = float(np.mean(nll_T == 0))
+    if abs(mean) < DEGENERATE and zeros > 0.5:
+        raise ScoreError(f"NLL = 0 on {zeros:.0%} of positions", "turn off speculative decoding in the engine")
+    return Check(name="NLL is a language model's", passed=True, figure=f"mean {mean:.4f}, ln V {uniform:.4f}")
+
+
+def check_alignment(nll: dict[int, np.ndarray]) -> Check:
+    """The NLL of the next token must beat that of the token before and after it."""
+    means = {shift: float(np.mean(values)) for shift, values in nll.items()}
+    text = ", ".join(f"shift {shift:+d}: {means[shift]:.3f}" for shift in sorted(means))
+    if min(means, key=lambda shift: means[shift]) != 0:
+        raise ScoreError(f"outputs are off by one: mean NLL {text}", "check which position the engine reports first")
+    return Check(name="NLL at shift 0 is the lowest", passed=True, figure=text)
+
+
+def check_repeat(first: Hidden | Logits, again: Hidden | Logits) -> Check:
+    """The same row twice: bit-equal, or the largest difference is stated."""
+    worst = float((_values(first).float() - _values(again).float()).abs().max())
+    note = "" if worst == 0 else "this engine is not deterministic; its noise is part of every number"
+    figure = f"max |difference| {worst:.3g}"
+    return Check(name="the same row twice is bit-equal", passed=worst == 0, figure=figure, note=note)
+
+
+def check_support(teacher_columns: int, candidate_columns: int, teacher_vocab: int, candidate_vocab: int) -> Check:
+    """Both sides are normalised over one vocabulary; columns past it are padding."""
+    if teacher_vocab != candidate_vocab:
+        raise ScoreError(
+            f"the teacher has {teacher_vocab} tokens and the candidate {candidate_vocab}",
+            "they are not of one model family, or the teacher file needs its vocab_size",
+        )
+    padding = (
+        f"padding columns: teacher {teacher_columns - teacher_vocab}, candidate {candidate_columns - teacher_vocab}"
+    )
+    return Check(name="one vocabulary on both sides", passed=True, figure=f"{teacher_vocab} tokens; {padding}")
+
+
+def _cut_point(engine: Engine) -> Check:
+    deviation = getattr(engine, "head_deviation", None)
+    figure = "outputs are logits" if engine.head is None else f"max |logit - head(input)| {deviation:.3g}"
+    return Check(name="hidden states are the head's own input", passed=True, figure=figure)
+
+
+def _values(outputs: Hidden | Logits) -> torch.Tensor:
+    return outputs.states_TH if isinstance(outputs, Hidden) else outputs.logits_TV
+
+
+def _cut(outputs: Hidden | Logits, start: int, end: int) -> Hidden | Logits:
+    if isinstance(outputs, Hidden):
+        return Hidden(states_TH=outputs.states_TH[start:end])
+    return Logits(logits_TV=outputs.logits_TV[start:end])

@@ -1,0 +1,152 @@
+"""From the positions of a finished run to its receipt: summary, intervals, rows, counts, identities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from harness import summary
+from harness.capture import Capture
+from harness.digest import file_digest
+from harness.engines.models import ModelFolder
+from harness.environment import current_source_digest, environment, source_digest
+from harness.errors import Refused, ScoreError
+from harness.receipt import Check, Interval, Measurement, PanelIdentity, SideIdentity, save_measurement
+from harness.rows import drop_row_files, scores_of
+from harness.stats.bootstrap import mean_kl_interval
+from harness.stats.influence import group_totals, t_interval
+from harness.types import Engine, EngineIdentity, Panel, Row, Scores
+
+SAME_MODEL = "KL is exactly 0 at every position: candidate and teacher are the same model"
+
+
+def build_measurement(
+    folder: Path,
+    table: pa.Table,
+    *,
+    panel: Panel,
+    rows: Sequence[Row],
+    capture: Capture,
+    engine: Engine,
+    key: str,
+    checks: list[Check],
+    candidate: ModelFolder,
+) -> Measurement:
+    """Make the receipt of a run whose positions are all there, and write it last."""
+    scores, row_N = scores_of(table), table["row"].to_numpy()
+    counts = summary.counts(scores)
+    _refuse_unnormalised(counts)
+    _refuse_changed_source()
+    measurement = Measurement(
+        key=key,
+        name=candidate.name,
+        status=_status(counts, len(rows), len(panel.rows)),
+        estimator="exact",
+        lane=engine.identity.lane,
+        rows_measured=len(rows),
+        rows_planned=len(panel.rows),
+        positions=len(scores),
+        panel=panel_identity(panel),
+        teacher=_side(capture.identity, capture_sha256=capture.digest_of(row.index for row in rows)),
+        candidate=_side(engine.identity, **_census(candidate)),
+        scoring=_scoring(capture, engine),
+        summary=summary.summarise(scores, row_N, table["position"].to_numpy()) | _finite_only(scores, counts),
+        intervals=intervals(scores, row_N, panel),
+        per_row=[summary.row_summary(panel, row.index, _rows_of(scores, row_N, row.index)) for row in rows],
+        counts=counts,
+        preflight=checks,
+        environment=environment() | {"source_sha256": source_digest()},
+        positions_sha256=file_digest(folder / "positions.parquet"),
+        notes=[SAME_MODEL] if counts["zero_kl"] == len(scores) else [],
+    )
+    save_measurement(folder, measurement)
+    drop_row_files(folder)
+    return measurement
+
+
+def panel_identity(panel: Panel) -> PanelIdentity:
+    """The panel as a receipt names it."""
+    return PanelIdentity(
+        name=panel.name,
+        sha256=panel.sha256,
+        recipe_sha256=panel.recipe_sha256,
+        tokenizer_sha256=panel.tokenizer_sha256,
+        unit=panel.unit,
+        rows=len(panel.rows),
+        positions=panel.positions,
+        registration_sha256=panel.registration_sha256,
+    )
+
+
+def intervals(scores: Scores, row_N: np.ndarray, panel: Panel) -> dict[str, Interval]:
+    """Intervals of the headline means over the panel's unit; none where a position is not finite."""
+    labels = np.array([row.document if panel.unit == "document" else str(row.index) for row in panel.rows])
+    group_N = labels[row_N]
+    out: dict[str, Interval] = {}
+    if np.isfinite(scores.kl).all():
+        estimates = {"kl_mean": mean_kl_interval(group_totals(scores.kl, group_N), unit=panel.unit)}
+        for name, values in (
+            ("top1_agreement", scores.agree),
+            ("tv_mean", scores.tv),
+            ("nll_difference", scores.nll_candidate - scores.nll_teacher),
+        ):
+            if np.isfinite(values).all():
+                estimates[name] = t_interval(group_totals(values, group_N), unit=panel.unit)
+        out = {name: Interval(**bounds) for name, e in estimates.items() if (bounds := e.bounds()) is not None}
+    return out
+
+
+def _status(counts: dict[str, int], measured: int, planned: int) -> str:
+    if counts["nonfinite_positions"] > counts["infinite_kl"]:
+        return "invalid"
+    return "complete" if measured == planned else "partial"
+
+
+def _finite_only(scores: Scores, counts: dict[str, int]) -> dict[str, float]:
+    """The mean without non-finite positions and their share: beside the headline, never instead of it."""
+    if not counts["nonfinite_positions"]:
+        return {}
+    finite = np.isfinite(scores.kl)
+    mean = float(scores.kl[finite].mean()) if finite.any() else float("nan")
+    return {"kl_mean_finite": mean, "finite_share": float(finite.mean())}
+
+
+def _rows_of(scores: Scores, row_N: np.ndarray, row: int) -> Scores:
+    mask = row_N == row
+    return Scores(**{name: getattr(scores, name)[mask] for name in scores.__dataclass_fields__})
+
+
+def _side(identity: EngineIdentity, **extra: object) -> SideIdentity:
+    return SideIdentity.model_validate(asdict(identity) | {"settings": dict(identity.settings)} | extra)
+
+
+def _census(candidate: ModelFolder) -> dict[str, object]:
+    from harness.exl3.census import sizes
+
+    found = sizes(candidate.folder)
+    return {"bytes": found.bytes, "bits_per_weight": found.bits_per_weight}
+
+
+def _scoring(capture: Capture, engine: Engine) -> dict[str, object]:
+    own, theirs = engine.head, capture.head
+    policy = "logits" if own is None or theirs is None else "own head on each side"
+    equal = bool(own and theirs and own.sha256 == theirs.sha256)
+    return {"head_policy": policy, "heads_equal": equal, "support": theirs.vocab_size if theirs else None}
+
+
+def _refuse_unnormalised(counts: dict[str, int]) -> None:
+    bad = counts["negative_kl_beyond_rounding"]
+    if bad:
+        raise ScoreError(
+            f"KL is below -{summary.NEGATIVE_ROUNDING:g} at {bad} positions: one side is not normalised",
+            "the teacher's store is too coarse or damaged: run `fidelity teacher verify`",
+        )
+
+
+def _refuse_changed_source() -> None:
+    if current_source_digest() != source_digest():
+        raise Refused("the harness's own code was changed while it ran", "run the same command again")

@@ -1,0 +1,73 @@
+"""The scored rows of a run: one small Parquet file each while it runs, joined into positions.parquet at the end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.errors import StorageError
+from harness.store import write_table
+from harness.types import SCORE_DTYPES, Panel, Row, Scores
+
+_KEY = b"measurement"
+
+
+def row_table(row: Row, scores: Scores) -> pa.Table:
+    """Columns row, position, target and every array of `Scores`."""
+    positions = len(row.ids_T) - 1
+    columns: dict[str, np.ndarray] = {
+        "row": np.full(positions, row.index, dtype=np.int32),
+        "position": np.arange(positions, dtype=np.int32),
+        "target": np.asarray(row.ids_T[1:], dtype=np.int32),
+    }
+    columns |= {name: np.asarray(getattr(scores, name), dtype=dtype) for name, dtype in SCORE_DTYPES.items()}
+    return pa.table(columns)
+
+
+def write_row(folder: Path, key: str, row: Row, scores: Scores) -> None:
+    """Store the scores of one row, marked with the measurement that they belong to."""
+    table = row_table(row, scores).replace_schema_metadata({_KEY: key.encode()})
+    write_table(folder / f"row-{row.index:04d}.parquet", table, compression="zstd")
+
+
+def finished_rows(folder: Path, key: str) -> set[int]:
+    """Rows of this measurement that are there and whole; a file that cannot be read counts as missing."""
+    done = set()
+    for path in sorted(folder.glob("row-*.parquet")):
+        try:
+            metadata = pq.read_schema(path).metadata or {}
+        except (pa.ArrowInvalid, OSError):
+            path.unlink()
+            continue
+        if metadata.get(_KEY) == key.encode():
+            done.add(int(path.stem.removeprefix("row-")))
+        else:
+            path.unlink()
+    return done
+
+
+def join_rows(folder: Path, panel: Panel, rows: Sequence[Row], key: str) -> pa.Table:
+    """Write positions.parquet from the row files in panel order, then remove them."""
+    parts = folder / "rows"
+    missing = sorted({row.index for row in rows} - finished_rows(parts, key))
+    if missing:
+        raise StorageError(f"rows {missing[:5]} of panel {panel.name} are gone", "run the same command again")
+    table = pa.concat_tables([pq.read_table(parts / f"row-{row.index:04d}.parquet") for row in rows])
+    table = table.replace_schema_metadata({_KEY: key.encode()}).combine_chunks()
+    write_table(folder / "positions.parquet", table, compression="zstd")
+    return table
+
+
+def drop_row_files(folder: Path) -> None:
+    """Remove the row files once measurement.json stands."""
+    shutil.rmtree(folder / "rows", ignore_errors=True)
+
+
+def scores_of(table: pa.Table) -> Scores:
+    """The `Scores` of a positions table."""
+    return Scores(**{name: table[name].to_numpy() for name in SCORE_DTYPES})

@@ -1,0 +1,125 @@
+"""Small distributions whose scores are known by hand; each real fault named by its number in the fault list."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import ScoreError
+from harness.scoring import score_hidden, score_logits
+from harness.types import Head, Scores
+
+
+def logits(*rows: list[float]) -> torch.Tensor:
+    """Log-probabilities as fp32 logits; 0 becomes -inf."""
+    return torch.tensor(np.log(np.array(rows, np.float64), where=np.array(rows) > 0, out=np.full(np.shape(rows), -np.inf)),
+                        dtype=torch.float32)  # fmt: skip
+
+
+def one(p: list[float], q: list[float], target: int = 0) -> Scores:
+    return score_logits(logits(p), logits(q), np.array([target]), second_pass=True)
+
+
+def test_direction_is_teacher_to_candidate() -> None:
+    """A25, B6: KL((.9,.1) || (.5,.5)) is 0.368064, the other way 0.510826."""
+    scores = one([0.9, 0.1], [0.5, 0.5])
+    assert scores.kl[0] == pytest.approx(0.368064, abs=1e-6)
+    assert scores.kl_reverse[0] == pytest.approx(0.510826, abs=1e-6)
+    assert scores.tv[0] == pytest.approx(0.4, abs=1e-6)
+
+
+def test_teacher_zero_is_a_zero_term() -> None:
+    """A21a: p = 0 adds nothing forward, and infinity backward."""
+    scores = one([0.5, 0.5, 0.0], [0.5, 0.25, 0.25])
+    assert scores.kl[0] == pytest.approx(0.346574, abs=1e-6)
+    assert scores.kl_reverse[0] == math.inf
+
+
+def test_both_zero_is_a_zero_term() -> None:
+    """A21b: -inf on both sides is no NaN."""
+    scores = one([0.5, 0.0, 0.5], [0.25, 0.0, 0.75])
+    assert scores.kl[0] == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3), abs=1e-6)
+    assert math.isfinite(scores.kl_reverse[0])
+
+
+def test_candidate_zero_is_infinite() -> None:
+    """A21c: p > 0 and q = 0."""
+    assert one([0.5, 0.5], [1.0, 0.0]).kl[0] == math.inf
+
+
+def test_teacher_target_zero_is_infinite_nll() -> None:
+    """A21d."""
+    scores = one([1.0, 0.0], [0.5, 0.5], target=1)
+    assert scores.nll_teacher[0] == math.inf
+    assert scores.nll_candidate[0] == pytest.approx(math.log(2))
+
+
+def test_no_broadcast_and_no_empty_row() -> None:
+    """A25: (T,V) against (1,V) and T = 0 are errors."""
+    with pytest.raises(ScoreError, match="3 positions, the candidate 1"):
+        score_logits(torch.zeros(3, 4), torch.zeros(1, 4), np.zeros(3, int))
+    with pytest.raises(ScoreError, match="no position"):
+        score_logits(torch.zeros(0, 4), torch.zeros(0, 4), np.zeros(0, int))
+
+
+def test_nan_positions_are_counted_never_dropped() -> None:
+    """A27: one NaN entry makes its position NaN and leaves the others alone."""
+    teacher, candidate = torch.zeros(3, 5), torch.zeros(3, 5)
+    candidate[1, 2] = math.nan
+    scores = score_logits(teacher, candidate, np.zeros(3, int))
+    assert np.isnan(scores.kl).tolist() == [False, True, False]
+    assert scores.nonfinite_candidate.tolist() == [0, 1, 0]
+    assert scores.nonfinite_teacher.tolist() == [0, 0, 0]
+    assert scores.top1_candidate.tolist() == [0, -1, 0]
+    assert not scores.agree[1]
+
+
+def test_ties() -> None:
+    """A32: teacher's tops are ids 3 and 9; the candidate chooses 9."""
+    teacher, candidate = torch.zeros(1, 12), torch.zeros(1, 12)
+    teacher[0, [3, 9]] = 5.0
+    candidate[0, 9] = 5.0
+    scores = score_logits(teacher, candidate, np.array([0]))
+    assert bool(scores.agree[0]) and not scores.agree_lowest_id[0]
+    assert bool(scores.tied_teacher[0]) and not scores.tied_candidate[0]
+
+
+def test_padding_is_outside_the_softmax() -> None:
+    """A13, B8: 5 % of the candidate's mass on padding is reported; the scores renormalise without it."""
+    teacher = logits([0.5, 0.3, 0.2, 0.0])
+    candidate = logits([0.45, 0.25, 0.25, 0.05])
+    scores = score_logits(teacher, candidate, np.array([0]), vocab_size=3)
+    alone = score_logits(teacher[:, :3], candidate[:, :3], np.array([0]))
+    assert scores.kl[0] == pytest.approx(alone.kl[0], rel=1e-9)
+    assert scores.outside_candidate[0] == pytest.approx(0.05, rel=1e-6)
+    assert scores.outside_teacher[0] == 0.0
+
+
+def test_widths_differ_beyond_a_declared_vocabulary() -> None:
+    """A13: 8 against 6 columns is an error until 6 is declared."""
+    wide, narrow = torch.zeros(1, 8), torch.zeros(1, 6)
+    with pytest.raises(ScoreError, match="vocabulary of 8, the candidate 6"):
+        score_logits(wide, narrow, np.array([0]))
+    scores = score_logits(wide, narrow, np.array([0]), vocab_size=6)
+    assert scores.kl[0] == 0.0
+    assert scores.outside_teacher[0] == pytest.approx(0.25)
+
+
+def head(weight: torch.Tensor, **kwargs: object) -> Head:
+    return Head(weight_VH=weight, vocab_size=len(weight), sha256=str(id(weight)), **kwargs)  # type: ignore[arg-type]
+
+
+def test_own_heads_show_a_quantised_head() -> None:
+    """B3: equal hidden states, a rounded head: zero through a shared head, positive through each one's own."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(7, 32, generator=generator).bfloat16()
+    weight = torch.randn(50, 32, generator=generator)
+    rounded = (weight * 4).round() / 4
+    targets = np.arange(7)
+    own = score_hidden(states, states, targets, teacher_head=head(weight), candidate_head=head(rounded))
+    shared = score_hidden(states, states, targets, teacher_head=head(weight), candidate_head=head(weight))
+    assert (own.kl > 1e-4).all()
+    assert (shared.kl == 0).all() and (shared.tv == 0).all() and shared.agree.all()

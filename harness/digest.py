@@ -33,7 +33,7 @@ def file_digest(path: Path) -> str:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The raw little-endian bytes of a tensor, bf16 included, without changing its dtype."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -92,9 +92,8 @@ def check_support(teacher_columns: int, candidate_columns: int, teacher_vocab: i
             f"the teacher has {teacher_vocab} tokens and the candidate {candidate_vocab}",
             "they are not of one model family, or the teacher file needs its vocab_size",
         )
-    padding = (
-        f"padding columns: teacher {teacher_columns - teacher_vocab}, candidate {candidate_columns - teacher_vocab}"
-    )
+    extra = (teacher_columns - teacher_vocab, candidate_columns - candidate_vocab)
+    padding = f"padding columns: teacher {extra[0]}, candidate {extra[1]}"
     return Check(name="one vocabulary on both sides", passed=True, figure=f"{teacher_vocab} tokens; {padding}")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
 from harness import summary
 from harness.capture import Capture
+from harness.capture.manifest import capture_digest
 from harness.digest import file_digest
 from harness.engines.models import ModelFolder
 from harness.environment import current_source_digest, environment, source_digest
@@ -41,6 +43,7 @@ def build_measurement(
     counts = summary.counts(scores)
     _refuse_unnormalised(counts)
     _refuse_changed_source()
+    entries = [capture.entry(row.index) for row in rows]
     measurement = Measurement(
         key=key,
         name=candidate.name,
@@ -51,7 +54,7 @@ def build_measurement(
         rows_planned=len(panel.rows),
         positions=len(scores),
         panel=panel_identity(panel),
-        teacher=_side(capture.identity, capture_sha256=capture.digest_of(row.index for row in rows)),
+        teacher=_side(capture.identity, capture_sha256=capture_digest(capture.manifest.key, entries)),
         candidate=_side(engine.identity, **_census(candidate)),
         scoring=_scoring(capture, engine),
         summary=summary.summarise(scores, row_N, table["position"].to_numpy()) | _finite_only(scores, counts),
@@ -100,7 +103,7 @@ def intervals(scores: Scores, row_N: np.ndarray, panel: Panel) -> dict[str, Inte
     return out
 
 
-def _status(counts: dict[str, int], measured: int, planned: int) -> str:
+def _status(counts: dict[str, int], measured: int, planned: int) -> Literal["complete", "partial", "invalid"]:
     if counts["nonfinite_positions"] > counts["infinite_kl"]:
         return "invalid"
     return "complete" if measured == planned else "partial"

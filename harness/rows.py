@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ _KEY = b"measurement"
 def row_table(row: Row, scores: Scores) -> pa.Table:
     """Columns row, position, target and every array of `Scores`."""
     positions = len(row.ids_T) - 1
-    columns: dict[str, np.ndarray] = {
+    columns: dict[str, Any] = {
         "row": np.full(positions, row.index, dtype=np.int32),
         "position": np.arange(positions, dtype=np.int32),
         "target": np.asarray(row.ids_T[1:], dtype=np.int32),

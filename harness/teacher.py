@@ -27,6 +27,7 @@ MODELS = Path("teachers/models")
 CAPTURES = Path("teachers/captures")
 #: Largest |change of NLL| of a re-run teacher that is still the same teacher on another build or device.
 NLL_TOLERANCE = 0.01
+_COMPARE = "compare it with teachers/smollm2-135m.toml"
 
 
 class TeacherSpec(BaseModel):
@@ -76,15 +77,11 @@ def read_spec(path: Path) -> TeacherSpec:
         return TeacherSpec.model_validate(tomllib.loads(path.read_text()))
     except FileNotFoundError as error:
         raise UsageError(f"there is no {path}", "see teachers/ for those that ship, or give a model id") from error
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        detail = (
-            "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            if isinstance(error, ValidationError)
-            else str(error)
-        )
-        raise UsageError(
-            f"{path.name} is not a teacher file: {detail}", "compare with teachers/smollm2-135m.toml"
-        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path.name} is not TOML: {error}", _COMPARE) from error
+    except ValidationError as error:
+        detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UsageError(f"{path.name} is not a teacher file: {detail}", _COMPARE) from error
 
 
 def _from_card(candidate: ModelFolder | None) -> TeacherSpec:

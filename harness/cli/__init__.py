@@ -8,7 +8,9 @@ import sys
 
 import typer
 
-from harness.cli import exl3, panel
+from harness.cli import exl3, panel, teacher
+from harness.cli.doctor import doctor
+from harness.cli.measure import measure
 from harness.errors import HarnessError
 
 app = typer.Typer(
@@ -20,6 +22,9 @@ app = typer.Typer(
 )
 app.add_typer(panel.app, name="panel")
 app.add_typer(exl3.app, name="exl3")
+app.add_typer(teacher.app, name="teacher")
+app.command()(measure)
+app.command()(doctor)
 
 
 def main() -> None:

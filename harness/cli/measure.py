@@ -18,7 +18,7 @@ def measure(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the candidate on the Hub.")] = None,
     teacher: Annotated[
         str | None,
-        typer.Option(help="teachers/NAME.toml, a model, or a capture folder; default: the candidate's card."),
+        typer.Option(help="NAME.toml, a model, or a capture folder; else what the candidate's card says."),
     ] = None,
     panel: Annotated[Path, typer.Option(help="Panel folder.")] = EXAMPLE_PANEL,
     rows: Annotated[int | None, typer.Option(help="Only the first so many rows; the result says partial.")] = None,

@@ -182,9 +182,8 @@ class TransformersEngine:
         self._refuse_long_rows(rows)
         for row in rows:
             ids = torch.from_numpy(np.asarray(row.ids_T, dtype=np.int64))[None].to(self._device)
-            yield RowOutputs(
-                index=row.index, echoed_ids_T=ids[0].cpu().numpy().astype(np.int32), outputs=self._one(ids, want)
-            )
+            ran = ids[0].cpu().numpy().astype(np.int32)
+            yield RowOutputs(index=row.index, echoed_ids_T=ran, outputs=self._one(ids, want))
 
     def _one(self, ids: torch.Tensor, want: Want) -> Outputs:
         if want == "hidden" and self._head is not None:
@@ -226,10 +225,11 @@ class TransformersEngine:
 def stored_dtype(folder: Path) -> str:
     """The dtype that config.json declares for the unquantised weights."""
     config = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config", {})
-    return str(
-        config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "unknown"
-    )
+    for block in (config, config.get("text_config", {})):
+        for key in ("dtype", "torch_dtype"):
+            if block.get(key):
+                return str(block[key])
+    return "unknown"
 
 
 def device_name(device: str) -> str:

@@ -7,6 +7,7 @@ from harness.engines.models import ModelFolder
 
 #: What stands in a receipt for a model folder without tokenizer files: ids go in and out, so it can still run.
 NO_TOKENIZER = "absent"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def digests_of(located: ModelFolder) -> tuple[str, str]:

@@ -2,6 +2,148 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from harness.panel.seal import Lock
+    from harness.types import Panel
 
 app = typer.Typer(help="Build, seal, verify and show panels.", no_args_is_help=True)
+
+PanelArgument = Annotated[Path, typer.Argument(metavar="PANEL", help="A panel's folder, such as panels/example.")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Folder, GGUF file, Hub id[@revision] or package:NAME; the recipe's if left out.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
+
+
+@app.command()
+def build(
+    panel: PanelArgument,
+    tokenizer: TokenizerOption = None,
+    out: Annotated[Path | None, typer.Option(help="Write rows and lock there instead.")] = None,
+    reseal: Annotated[bool, typer.Option(help="Replace a seal that differs.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Build the rows of PANEL and seal them; an existing seal must come out again exactly."""
+    from harness.panel import build_panel
+
+    _said(build_panel(panel, tokenizer=tokenizer, out=out, reseal=reseal), as_json)
+
+
+@app.command()
+def seal(
+    panel: PanelArgument,
+    tokenizer: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id[@revision] or package:NAME.")],
+    reseal: Annotated[bool, typer.Option(help="Replace a seal that differs.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Seal PANEL for another tokenizer, under its folder seals/."""
+    from harness.panel import build_panel
+
+    _said(build_panel(panel, tokenizer=tokenizer, reseal=reseal), as_json)
+
+
+@app.command()
+def verify(
+    panel: PanelArgument,
+    tokenizer: Annotated[str | None, typer.Option(help="Digest of the tokenizer whose seal is meant.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Recompute every row's SHA-256 and the whole, and compare with the seal."""
+    from harness.panel import load_panel
+
+    _said(load_panel(panel, tokenizer=tokenizer), as_json)
+
+
+@app.command()
+def show(
+    panel: PanelArgument,
+    tokenizer: Annotated[str | None, typer.Option(help="Digest of the tokenizer whose seal is meant.")] = None,
+    text: Annotated[bool, typer.Option(help="Print the beginning of each row's text too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what PANEL is made of: rows, domains, documents, digests; no text unless asked."""
+    from harness.panel import load_panel, load_recipe
+    from harness.panel.seal import find_seal
+
+    recipe = load_recipe(panel)
+    folder, lock = find_seal(panel, tokenizer)
+    built = (folder / "rows.parquet").exists()
+    loaded = load_panel(panel, tokenizer=lock.tokenizer.sha256) if built else None
+    if as_json:
+        typer.echo(json.dumps({**lock.model_dump(), "built": built}, ensure_ascii=False, indent=1))
+        return
+    beginnings = _beginnings(loaded, recipe.tokenizer) if text and loaded else None
+    console = Console()
+    console.print(f"[bold]{lock.name}[/bold]  {recipe.description.strip()}", highlight=False)
+    console.print(_facts(lock, recipe.license, built), highlight=False)
+    console.print(_table(lock, loaded, beginnings))
+
+
+def _said(panel: Panel, as_json: bool) -> None:
+    facts: dict[str, Any] = {
+        "name": panel.name,
+        "sha256": panel.sha256,
+        "rows": len(panel.rows),
+        "positions": panel.positions,
+        "documents": len({row.document for row in panel.rows}),
+        "tokenizer": panel.tokenizer_name,
+        "tokenizer_sha256": panel.tokenizer_sha256,
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, ensure_ascii=False))
+        return
+    typer.echo(
+        f"panel {panel.name}: {facts['rows']} rows, {facts['positions']:,} positions, {facts['documents']} documents, "
+        f"every SHA-256 right\n  whole      {panel.sha256}\n"
+        f"  tokenizer  {panel.tokenizer_sha256} ({panel.tokenizer_name})"
+    )
+
+
+def _facts(lock: Lock, license_note: str, built: bool) -> Table:
+    counts = lock.counts
+    table = Table(show_header=False, box=None, pad_edge=False)
+    domains = ", ".join(f"{name} {rows}" for name, rows in counts.domains.items())
+    for name, value in (
+        ("rows", f"{counts.rows} x {lock.length} tokens, {counts.positions:,} positions ({domains})"),
+        ("documents", f"{counts.documents} used of {counts.read} read ({counts.short} too short); unit: {lock.unit}"),
+        ("overlap", f"{lock.largest_overlap:.1%} of token 8-grams between the two most alike rows"),
+        ("BOS", f"{lock.bos} (tokenizer adds one: {'yes' if lock.tokenizer.add_bos else 'no'})"),
+        ("tokenizer", f"{lock.tokenizer.name}  {lock.tokenizer.sha256}"),
+        ("whole", lock.sha256),
+        ("registered", lock.registration_sha256 or "no"),
+        ("licence", license_note),
+        ("rows here", "yes" if built else "no: run `fidelity panel build`"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _table(lock: Lock, panel: Panel | None, beginnings: list[str] | None) -> Table:
+    table = Table("row", "domain", "document", "start", "SHA-256")
+    if panel:
+        table.add_column("first tokens")
+    if beginnings:
+        table.add_column("text")
+    for index, row in enumerate(lock.rows):
+        cells = [str(row.row), row.domain, row.document, str(row.start), row.sha256[:12]]
+        cells += [" ".join(str(token) for token in panel.rows[index].ids_T[:6])] if panel else []
+        cells += [beginnings[index]] if beginnings else []
+        table.add_row(*cells)
+    return table
+
+
+def _beginnings(panel: Panel, spec: str) -> list[str]:
+    """The decoded first tokens of each row, when the recipe's tokenizer is the one of this seal."""
+    from harness.panel import check_tokenizer, load_tokenizer
+
+    tokenizer = load_tokenizer(spec)
+    check_tokenizer(panel, tokenizer)
+    return [tokenizer.decode(row.ids_T[:24]).replace("\n", " ") for row in panel.rows]

@@ -1,0 +1,94 @@
+"""Conversations as text: through the tokenizer's own chat template, which may not read the clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness.errors import PanelError
+from harness.panel.recipe import ChatSource
+from harness.panel.seal import LockFile
+from harness.panel.sources import SourceFile, Text, source_files
+from harness.panel.tokenizer import Tokenizer
+
+#: Two moments that differ in every field a template could print.
+DATES = (datetime(2001, 1, 2, 3, 4, 5), datetime(2032, 12, 28, 21, 55, 56))
+
+
+def read_chats(
+    source: ChatSource, number: int, folder: Path, tokenizer: Tokenizer
+) -> tuple[list[Text], list[LockFile]]:
+    """Rendered conversations and the digests of their files."""
+    if not isinstance(tokenizer.chat_template, str):
+        raise PanelError("the recipe has conversations, and the tokenizer has no chat template", "drop that source")
+    texts: list[Text] = []
+    locks: list[LockFile] = []
+    for file in source_files(source, folder):
+        locks.append(LockFile(source=number, name=file.name, sha256=file.sha256))
+        for name, conversation in conversations(file):
+            texts.append(Text(name=name, text=render(name, conversation, tokenizer, source.template_kwargs)))
+    return texts, locks
+
+
+def conversations(file: SourceFile) -> list[tuple[str, dict[str, Any]]]:
+    """Names and conversations of one JSON file."""
+    try:
+        value = json.loads(file.data.decode("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PanelError(f"{file.name} is not JSON: {error}", "correct that file") from error
+    single = isinstance(value, dict)
+    found = [value] if single else value
+    for index, conversation in enumerate(found):
+        _check_shape(file.name if single else f"{file.name}#{index}", conversation)
+    return [(file.name if single else f"{file.name}#{index}", one) for index, one in enumerate(found)]
+
+
+def _check_shape(name: str, conversation: Any) -> None:
+    unknown = set(conversation) - {"messages", "tools"} if isinstance(conversation, dict) else {"not an object"}
+    messages = conversation.get("messages") if isinstance(conversation, dict) else None
+    whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+    if unknown or not whole or not messages:
+        raise PanelError(
+            f'{name} is not a conversation {{"messages": [{{"role": ..., "content": ...}}], "tools": [...]}}'
+            + (f" (unknown: {', '.join(sorted(unknown))})" if unknown else ""),
+            "correct that file",
+        )
+
+
+def render(name: str, conversation: dict[str, Any], tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> str:
+    """The conversation as the template writes it; refused when it depends on the date or drops a message."""
+    rendered = [_render_at(moment, name, conversation, tokenizer, kwargs) for moment in DATES]
+    if rendered[0] != rendered[1]:
+        raise PanelError(
+            f"{name}: the tokenizer's chat template reads the clock, so the panel would change by itself",
+            'give the date in the recipe under the name the template uses: template_kwargs = { date_string = "..." }',
+        )
+    for index, message in enumerate(conversation["messages"]):
+        content = message.get("content")
+        if isinstance(content, str) and content.strip() not in rendered[0]:
+            raise PanelError(
+                f"{name}: the chat template leaves out message {index} ({message['role']})",
+                "write the conversation so that the template shows all of it",
+            )
+    return rendered[0]
+
+
+def _render_at(
+    moment: datetime, name: str, conversation: dict[str, Any], tokenizer: Tokenizer, kwargs: Mapping[str, Any]
+) -> str:
+    """Render with the template's clock set to ``moment``: a template argument hides transformers' own function."""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                conversation["messages"],
+                tools=conversation.get("tools"),
+                tokenize=False,
+                strftime_now=moment.strftime,
+                **kwargs,
+            )
+        )
+    except Exception as error:  # a template raises what it likes
+        raise PanelError(f"{name}: the chat template failed: {error}", "correct the conversation") from error

@@ -1,0 +1,200 @@
+"""From positions.parquet to the tables of a report: a frame in, small frozen rows out.
+
+Every interval resamples the panel's unit (document or row). Non-finite values stay in a mean, which then is not
+finite and has no interval: a table never hides what the receipt counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from harness.errors import Refused
+from harness.receipt import Measurement
+from harness.stats import Estimate, group_totals, rate_interval, t_interval, without_interval, woodruff
+from harness.types import SCORE_DTYPES
+
+#: Edges of the teacher's top-1 probability; the last bucket is closed on the right.
+CONFIDENCE_EDGES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+#: Tail thresholds in nats, fixed in advance (never chosen after looking).
+TAIL_NATS = (0.1, 1.0)
+#: A rise of the mean KL from the first to the last tenth of a row that is called out.
+RISE_RATIO = 1.5
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One line of a table by bucket: its label, its half-open range, its positions and the estimates in it."""
+
+    label: str
+    start: float
+    stop: float
+    positions: int
+    kl: Estimate
+    agreement: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slope:
+    """Least-squares slope of KL over position within rows, nats per 1,000 positions, averaged over units."""
+
+    estimate: Estimate
+    first: float
+    last: float
+    rising: bool
+
+    @property
+    def ratio(self) -> float:
+        """Mean KL of the last tenth over that of the first."""
+        return self.last / self.first if self.first > 0 else float("nan")
+
+
+def load_positions(folder: Path) -> pd.DataFrame:
+    """Read positions.parquet; refuses a file that lacks a column of the format."""
+    file = folder / "positions.parquet"
+    if not file.exists():
+        raise Refused(f"{folder.name} has no positions.parquet", "copy it beside measurement.json, or measure again")
+    frame = pq.read_table(file).to_pandas()
+    missing = [name for name in ("row", "position", "target", *SCORE_DTYPES) if name not in frame.columns]
+    if missing:
+        raise Refused(f"{folder.name}/positions.parquet lacks the columns {', '.join(missing)}", "measure again")
+    return frame
+
+
+def units_of(frame: pd.DataFrame, measurement: Measurement) -> np.ndarray:
+    """The resampling unit of each position: the name of its document, or its row number."""
+    rows = frame["row"].to_numpy()
+    if measurement.panel.unit == "row":
+        return rows
+    document = {row.row: row.document for row in measurement.per_row}
+    labels, index = np.unique(rows, return_inverse=True)
+    return np.array([document[int(label)] for label in labels], dtype=str)[index]
+
+
+def mean_estimate(values: np.ndarray, units: np.ndarray, unit: str) -> Estimate:
+    """Position-weighted mean with its t interval over units; no interval where the mean is not finite."""
+    values = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(values).all():
+        bad = int((~np.isfinite(values)).sum())
+        return _not_finite(float(values.mean()), units, unit, f"{bad} values are not finite")
+    return t_interval(group_totals(values, units), unit=unit)
+
+
+def share_estimate(hits: np.ndarray, units: np.ndarray, unit: str) -> Estimate:
+    """A share of positions with the interval for rates."""
+    return rate_interval(group_totals(np.asarray(hits, dtype=np.float64), units), unit=unit)
+
+
+def _not_finite(value: float, units: np.ndarray, unit: str, note: str) -> Estimate:
+    n = len(np.unique(units))
+    return without_interval(value, method="none", confidence=0.95, unit=unit, n=n, note=note)
+
+
+def _bucket(label: str, part: pd.DataFrame, units: np.ndarray, unit: str, start: float = 0, stop: float = 0) -> Bucket:
+    return Bucket(
+        label=label,
+        start=start,
+        stop=stop,
+        positions=len(part),
+        kl=mean_estimate(part["kl"].to_numpy(), units, unit),
+        agreement=share_estimate(part["agree"].to_numpy(), units, unit),
+    )
+
+
+def by_position(frame: pd.DataFrame, units: np.ndarray, unit: str, bins: int = 10) -> list[Bucket]:
+    """KL and agreement by tenth of the row length, each with its interval over units."""
+    longest = int(frame["position"].max()) + 1
+    edges = np.unique(np.linspace(0, longest, min(bins, longest) + 1).round().astype(int))
+    code = np.searchsorted(edges, frame["position"].to_numpy(), side="right") - 1
+    out = []
+    for index, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        inside = code == index
+        if inside.any():
+            label = f"{start}-{stop - 1}"
+            out.append(_bucket(label, frame[inside], units[inside], unit, float(start), float(stop)))
+    return out
+
+
+def by_confidence(frame: pd.DataFrame, units: np.ndarray, unit: str) -> list[Bucket]:
+    """KL and agreement by the teacher's top-1 probability; empty buckets are left out."""
+    probability = frame["p_top1_teacher"].to_numpy()
+    code = np.clip(np.searchsorted(CONFIDENCE_EDGES, probability, side="right") - 1, 0, len(CONFIDENCE_EDGES) - 2)
+    out = []
+    for index, (start, stop) in enumerate(zip(CONFIDENCE_EDGES[:-1], CONFIDENCE_EDGES[1:], strict=True)):
+        inside = (code == index) & np.isfinite(probability)
+        if inside.any():
+            out.append(_bucket(f"{start:g}-{stop:g}", frame[inside], units[inside], unit, start, stop))
+    return out
+
+
+def by_domain(frame: pd.DataFrame, units: np.ndarray, measurement: Measurement) -> list[Bucket]:
+    """KL and agreement by domain, highest KL first."""
+    named = {row.row: row.domain for row in measurement.per_row}
+    domain = frame["row"].map(named).to_numpy().astype(str)
+    masks = {name: domain == name for name in sorted(set(named.values()))}
+    found = [_bucket(name, frame[m], units[m], measurement.panel.unit) for name, m in masks.items() if m.any()]
+    return sorted(found, key=lambda bucket: (-np.nan_to_num(bucket.kl.estimate, nan=np.inf), bucket.label))
+
+
+def tail_rates(frame: pd.DataFrame, units: np.ndarray, unit: str) -> list[tuple[float, Estimate]]:
+    """Share of positions whose KL is above each threshold of `TAIL_NATS` (NaN counts as above)."""
+    kl = frame["kl"].to_numpy()
+    return [(nats, share_estimate(~(kl <= nats), units, unit)) for nats in TAIL_NATS]
+
+
+def quantiles(frame: pd.DataFrame, units: np.ndarray, unit: str) -> dict[str, Estimate]:
+    """Order statistics of the finite KL with clustered Woodruff intervals; a thin tail is withheld by its note."""
+    kl = frame["kl"].to_numpy()
+    finite = np.isfinite(kl)
+    if not finite.any():
+        return {name: _not_finite(float("nan"), units, unit, "no finite KL") for name in QUANTILES}
+    return {name: woodruff(kl[finite], units[finite], q, unit=unit) for name, q in QUANTILES.items()}
+
+
+def slope(frame: pd.DataFrame, units: np.ndarray, unit: str) -> Slope | None:
+    """Does KL grow along the row? Flagged when the slope's interval lies above 0 and the rise is material."""
+    finite = np.isfinite(frame["kl"].to_numpy())
+    frame, units = frame[finite], units[finite]
+    tenths = by_position(frame, units, unit) if len(frame) else []
+    if len(tenths) < 3:
+        return None
+    slopes, owners = _row_slopes(frame, units)
+    if len(slopes) == 0:
+        return None
+    found = t_interval(group_totals(1000 * slopes, owners), unit=unit)
+    first, last = tenths[0].kl.estimate, tenths[-1].kl.estimate
+    rising = found.low is not None and found.low > 0 and last > RISE_RATIO * first
+    return Slope(estimate=found, first=first, last=last, rising=rising)
+
+
+def _row_slopes(frame: pd.DataFrame, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Slope of each row that has two positions or more, nats a position, and the unit that owns it."""
+    _, first, row = np.unique(frame["row"].to_numpy(), return_index=True, return_inverse=True)
+    x = frame["position"].to_numpy(np.float64)
+    centred = x - (np.bincount(row, weights=x) / np.bincount(row))[row]
+    spread = np.bincount(row, weights=centred**2)
+    product = np.bincount(row, weights=centred * frame["kl"].to_numpy())
+    long = spread > 0
+    return product[long] / spread[long], units[first][long]
+
+
+def worst_positions(frame: pd.DataFrame, number: int = 10) -> pd.DataFrame:
+    """The positions of highest KL, non-finite ones first; ties in panel order."""
+    badness = np.nan_to_num(frame["kl"].to_numpy(), nan=np.inf, posinf=np.inf)
+    order = np.lexsort((frame["position"], frame["row"], -badness))
+    return frame.iloc[order[:number]]
+
+
+def top_row_share(frame: pd.DataFrame) -> tuple[int, float] | None:
+    """The row that carries most of the summed KL and its share; None where the sum is zero or not finite."""
+    rows, index = np.unique(frame["row"].to_numpy(), return_inverse=True)
+    sums = np.bincount(index, weights=frame["kl"].to_numpy())
+    total = float(sums.sum())
+    if not np.isfinite(total) or total <= 0 or len(rows) < 2:
+        return None
+    return int(rows[sums.argmax()]), float(sums.max() / total)

@@ -1,0 +1,84 @@
+"""Counts: exact and score intervals of a proportion, and the sign test as a description.
+
+The sign test speaks of the median context, never of the mean: skewed differences with mean 0 make it reject often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import bdtr, betaincinv, ndtri
+
+
+def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Exact interval of a proportion."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError("0 <= successes <= trials and trials >= 1 are needed")
+    tail = (1 - confidence) / 2
+    low = 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
+    high = 1.0 if successes == trials else float(betaincinv(successes + 1, trials - successes, 1 - tail))
+    return low, high
+
+
+def wilson(successes: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:
+    """Score interval of a proportion; counts may be effective (fractional) ones."""
+    if trials <= 0 or not 0 <= successes <= trials:
+        raise ValueError("0 <= successes <= trials and trials > 0 are needed")
+    z = float(ndtri(0.5 + confidence / 2))
+    share, shrink = successes / trials, 1 + z * z / trials
+    centre = (share + z * z / (2 * trials)) / shrink
+    half = z * np.sqrt(share * (1 - share) / trials + z * z / (4 * trials**2)) / shrink
+    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
+
+
+def newcombe(first: tuple[int, int], second: tuple[int, int], confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of ``share(second) - share(first)`` of two unpaired (successes, trials), from their Wilson intervals."""
+    share_1, share_2 = first[0] / first[1], second[0] / second[1]
+    low_1, high_1 = wilson(*first, confidence)
+    low_2, high_2 = wilson(*second, confidence)
+    difference = share_2 - share_1
+    low = difference - np.hypot(share_2 - low_2, high_1 - share_1)
+    return float(low), float(difference + np.hypot(high_2 - share_2, share_1 - low_1))
+
+
+def two_sided_binomial(successes: int, trials: int) -> float:
+    """Exact two-sided p of a fair coin; 1 where there is nothing to count."""
+    return 1.0 if trials == 0 else min(1.0, 2 * float(bdtr(min(successes, trials - successes), trials, 0.5)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignCount:
+    """On how many groups a difference was negative, positive or exactly 0.
+
+    ``low`` and ``high`` bound the share of groups with a negative difference among those that are not tied (exact).
+    """
+
+    lower: int
+    higher: int
+    ties: int
+    low: float | None
+    high: float | None
+    p: float
+    confidence: float
+
+    @property
+    def n(self) -> int:
+        """All groups, ties included."""
+        return self.lower + self.higher + self.ties
+
+
+def sign_count(difference_G: np.ndarray, confidence: float = 0.95) -> SignCount:
+    """Describe the signs of paired group differences."""
+    lower, higher = int((difference_G < 0).sum()), int((difference_G > 0).sum())
+    untied = lower + higher
+    low, high = clopper_pearson(lower, untied, confidence) if untied else (None, None)
+    return SignCount(
+        lower=lower,
+        higher=higher,
+        ties=len(difference_G) - untied,
+        low=low,
+        high=high,
+        p=two_sided_binomial(lower, untied),
+        confidence=confidence,
+    )

@@ -56,7 +56,7 @@ def check_echo(row: Row, out: RowOutputs) -> None:
 
 def check_not_degenerate(nll_T: np.ndarray, vocab_size: int) -> Check:
     """Refuse an engine whose NLL is 0 nearly everywhere, or that of a uniform distribution."""
-    mean, uniform = float(np.mean(nll_T)), math.log(vocab_size)
+    mean, uniform = _finite_mean(nll_T), math.log(vocab_size)
     if abs(mean - uniform) < DEGENERATE:
         raise ScoreError(
             f"the mean NLL is {mean:.4f}, that of a uniform output (ln {vocab_size} = {uniform:.4f})",
@@ -70,7 +70,7 @@ def check_not_degenerate(nll_T: np.ndarray, vocab_size: int) -> Check:
 
 def check_alignment(nll: dict[int, np.ndarray]) -> Check:
     """The NLL of the next token must beat that of the token before and after it."""
-    means = {shift: float(np.mean(values)) for shift, values in nll.items()}
+    means = {shift: _finite_mean(values) for shift, values in nll.items()}
     text = ", ".join(f"shift {shift:+d}: {means[shift]:.3f}" for shift in sorted(means))
     if min(means, key=lambda shift: means[shift]) != 0:
         raise ScoreError(f"outputs are off by one: mean NLL {text}", "check which position the engine reports first")
@@ -79,7 +79,8 @@ def check_alignment(nll: dict[int, np.ndarray]) -> Check:
 
 def check_repeat(first: Hidden | Logits, again: Hidden | Logits) -> Check:
     """The same row twice: bit-equal, or the largest difference is stated."""
-    worst = float((_values(first).float() - _values(again).float()).abs().max())
+    a, b = (_values(side).float() for side in (first, again))
+    worst = 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else float((a - b).abs().nan_to_num().max())
     note = "" if worst == 0 else "this engine is not deterministic; its noise is part of every number"
     figure = f"max |difference| {worst:.3g}"
     return Check(name="the same row twice is bit-equal", passed=worst == 0, figure=figure, note=note)
@@ -95,6 +96,14 @@ def check_support(teacher_columns: int, candidate_columns: int, teacher_vocab: i
     extra = (teacher_columns - teacher_vocab, candidate_columns - candidate_vocab)
     padding = f"padding columns: teacher {extra[0]}, candidate {extra[1]}"
     return Check(name="one vocabulary on both sides", passed=True, figure=f"{teacher_vocab} tokens; {padding}")
+
+
+def _finite_mean(nll_T: np.ndarray) -> float:
+    """Mean over the positions that have an NLL: single NaN positions are the receipt's business, not a refusal."""
+    finite = nll_T[np.isfinite(nll_T)]
+    if not len(finite):
+        raise ScoreError("the engine's outputs are NaN or infinite everywhere", "check the weights and the dtype")
+    return float(finite.mean())
 
 
 def _cut_point(engine: Engine) -> Check:

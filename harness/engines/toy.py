@@ -44,5 +44,6 @@ class ToyEngine:
             ids = np.asarray(row.ids_T, dtype=np.int64)
             probabilities = np.full((len(ids), self._vocab_size), rest)
             probabilities[np.arange(len(ids)), (ids + 1) % self._vocab_size] = self._p
-            logits = torch.from_numpy(np.log(probabilities).astype(np.float32))
+            with np.errstate(divide="ignore"):
+                logits = torch.from_numpy(np.log(probabilities).astype(np.float32))
             yield RowOutputs(index=row.index, echoed_ids_T=row.ids_T.astype(np.int32), outputs=Logits(logits_TV=logits))

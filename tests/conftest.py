@@ -1,0 +1,30 @@
+"""Fixtures shared by all tests: one small trained model and its sealed panel, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+
+@pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 Llama of 259 tokens that has learned something; never changed by a test."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-teacher"
+    folder.mkdir()
+    tiny.train_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def panel_folder(tmp_path_factory: pytest.TempPathFactory, teacher_folder: Path) -> Path:
+    """Four rows of 96 tokens, sealed for the teacher's tokenizer; never changed by a test."""
+    from harness.panel import build_panel
+
+    folder = tmp_path_factory.mktemp("panels") / "tiny"
+    folder.mkdir()
+    tiny.write_panel(folder, teacher_folder)
+    build_panel(folder)
+    return folder

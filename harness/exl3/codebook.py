@@ -6,7 +6,7 @@ add them in fp16. ``mul1`` sums the four bytes of its hash and scales the sum wi
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,7 +20,7 @@ MARKERS: dict[str, int] = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 _STATES = 1 << 16
 
 
-@lru_cache(maxsize=None)
+@cache
 def table(name: Codebook) -> np.ndarray:
     """Values of all states, float16 [65536], bit exact; read-only and shared.
 
@@ -40,7 +40,7 @@ def table(name: Codebook) -> np.ndarray:
     return values
 
 
-@lru_cache(maxsize=None)
+@cache
 def table_fp32(name: Codebook) -> np.ndarray:
     """The values of `table` as float32 (exact), for kernels without fp16 arithmetic."""
     values = table(name).astype(np.float32)

@@ -7,7 +7,7 @@ with them. Disk order of the 16-bit words is most significant bit first with eac
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numba import njit
@@ -42,7 +42,7 @@ def fresh_bits(width: int) -> np.ndarray:
     return int(bits) + (np.arange(RING) & 1) * int(bits != int(bits))
 
 
-@lru_cache(maxsize=None)
+@cache
 def windows(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """How to cut each state from the stored words: ``((t[first] << 16 | t[second]) >> shift) & 0xFFFF``.
 

@@ -10,17 +10,19 @@ MISSING = "n/a"
 
 
 class Bounds(Protocol):
-    """Anything with two ends, such as `harness.receipt.Interval`."""
+    """Anything with two ends, such as `harness.receipt.Interval` or `harness.stats.Estimate`."""
 
     @property
-    def low(self) -> float: ...
+    def low(self) -> float | None: ...
 
     @property
-    def high(self) -> float: ...
+    def high(self) -> float | None: ...
 
 
-def supported_decimals(low: float, high: float) -> int | None:
+def supported_decimals(low: float | None, high: float | None) -> int | None:
     """Decimals at which the half width shows two digits; None where the interval has no finite width."""
+    if low is None or high is None:
+        return None
     half_width = (high - low) / 2
     if not math.isfinite(half_width) or half_width <= 0:
         return None
@@ -56,14 +58,14 @@ def _significant(value: float, digits: int) -> str:
 
 def estimate(value: float | None, interval: Bounds | None, decimals: int | None = None) -> str:
     """A value with the digits its interval supports, or with the decimals that the caller fixes."""
-    if interval is None or value is None:
-        return number(value, decimals)
-    return number(value, decimals if decimals is not None else supported_decimals(interval.low, interval.high))
+    if decimals is None and interval is not None:
+        decimals = supported_decimals(interval.low, interval.high)
+    return number(value, decimals)
 
 
 def bracket(interval: Bounds | None, decimals: int | None = None) -> str:
     """``[0.357, 0.411]``, or ``n/a``."""
-    if interval is None:
+    if interval is None or interval.low is None or interval.high is None:
         return MISSING
     places = decimals if decimals is not None else supported_decimals(interval.low, interval.high)
     return f"[{number(interval.low, places)}, {number(interval.high, places)}]"
@@ -72,7 +74,8 @@ def bracket(interval: Bounds | None, decimals: int | None = None) -> str:
 def with_interval(value: float | None, interval: Bounds | None, decimals: int | None = None) -> str:
     """``0.384 [0.357, 0.411]``; the value alone where there is no interval."""
     text = estimate(value, interval, decimals)
-    return text if interval is None or value is None else f"{text} {bracket(interval, decimals)}"
+    ends = bracket(interval, decimals)
+    return text if value is None or ends == MISSING else f"{text} {ends}"
 
 
 def signed(value: float | None, decimals: int | None = None) -> str:
@@ -85,11 +88,22 @@ def percent(share: float | None, decimals: int = 2) -> str:
     """A share as a percentage; one that would round to 0 or to 100 without being it keeps its digits."""
     if share is None or not math.isfinite(share):
         return number(share)
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
     if 0 < share < 1 and float(f"{100 * share:.{decimals}f}") in (0.0, 100.0):
         return (
             f"{_significant(100 * share, 2)} %" if share < 0.5 else f"100 % less {_significant(100 * (1 - share), 2)} %"
         )
     return f"{100 * share:.{decimals}f} %"
+
+
+def percent_bracket(interval: Bounds | None) -> str:
+    """``[78.1 %, 79.9 %]`` with the digits that the width supports."""
+    if interval is None or interval.low is None or interval.high is None:
+        return MISSING
+    places = supported_decimals(100 * interval.low, 100 * interval.high)
+    decimals = 2 if places is None else min(places, 4)
+    return f"[{percent(interval.low, decimals)}, {percent(interval.high, decimals)}]"
 
 
 def count(value: int | None) -> str:

@@ -1,0 +1,209 @@
+"""report.md of one measurement, from measurement.json and positions.parquet alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.receipt import Interval, Measurement, load_measurement
+from harness.report import caveats, tables
+from harness.report.numbers import bracket, count, estimate, number, percent, percent_bracket, signed
+from harness.report.plots import write_pictures
+from harness.report.render import render
+from harness.stats import Estimate
+from harness.store import write_text
+
+WORST_ROWS, WORST_POSITIONS = 5, 10
+#: Per-row tables longer than this are folded.
+FOLD_ROWS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a headline table: what, its value, its interval or the reason why there is none."""
+
+    name: str
+    value: str
+    interval: str = ""
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.md and its pictures into a run folder; returns the report's path."""
+    measurement, frame = load_measurement(folder), tables.load_positions(folder)
+    pictures = write_pictures(folder, frame, measurement)
+    text = render("report.md.j2", **context(measurement, frame), pictures=pictures)
+    write_text(folder / "report.md", text)
+    return folder / "report.md"
+
+
+def context(measurement: Measurement, frame: pd.DataFrame) -> dict[str, Any]:
+    """All that the templates show of one measurement."""
+    units, unit = tables.units_of(frame, measurement), measurement.panel.unit
+    return {
+        "m": measurement,
+        "headline": headline(measurement, frame, units),
+        "counts": count_lines(measurement),
+        "worst_rows": worst_rows(measurement)[:WORST_ROWS],
+        "rows": measurement.per_row,
+        "fold": len(measurement.per_row) > FOLD_ROWS,
+        "domains": tables.by_domain(frame, units, measurement),
+        "tenths": tables.by_position(frame, units, unit),
+        "slope": slope_sentence(tables.slope(frame, units, unit)),
+        "confidence": tables.by_confidence(frame, units, unit),
+        "worst": worst_positions(frame),
+        "identity": identity_lines(measurement),
+        "how": caveats.how_measured(measurement),
+        "cannot": caveats.cannot_tell(measurement, tables.top_row_share(frame)),
+    }
+
+
+# ---- headline --------------------------------------------------------------------------------------------------------
+
+
+def headline(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> list[Line]:
+    """The headline table; every number that is a mean over positions carries its interval."""
+    unit, s = m.panel.unit, m.summary
+    mean = {name: tables.mean_estimate(frame[name].to_numpy(), units, unit) for name in ("tv", "kl_reverse")}
+    delta = tables.mean_estimate((frame["nll_candidate"] - frame["nll_teacher"]).to_numpy(), units, unit)
+    agreement = tables.share_estimate(frame["agree"].to_numpy(), units, unit)
+    kl = m.intervals.get("kl_mean")
+    return [
+        Line(name="rows, positions", value=f"{rows_text(m)}, {count(m.positions)}"),
+        _share("top-1 agreement", agreement),
+        Line(name=kl_name(m, "mean"), value=estimate(s["kl_mean"], kl), interval=interval_text(kl, m)),
+        *_quantile_lines(m, tables.quantiles(frame, units, unit)),
+        max_line(m),
+        *[_share(f"positions with KL > {nats:g} nats", rate) for nats, rate in tables.tail_rates(frame, units, unit)],
+        _mean("KL(candidate‖teacher) mean", mean["kl_reverse"]),
+        _mean("total variation, mean", mean["tv"]),
+        Line(name="NLL of the teacher, nats", value=number(s["nll_teacher"], 5)),
+        Line(name="NLL of the candidate, nats", value=number(s["nll_candidate"], 5)),
+        _mean("NLL candidate - teacher", delta, sign=True),
+        Line(name="ppl_token of the teacher", value=number(s["ppl_token_teacher"], 5)),
+        Line(name="ppl_token of the candidate", value=number(s["ppl_token_candidate"], 5)),
+        _ratio("ppl_token candidate / teacher", delta),
+    ]
+
+
+def kl_name(m: Measurement, what: str) -> str:
+    """``KL(teacher‖candidate) mean, nats``, with "lower bound" where the estimator is one."""
+    return f"KL(teacher‖candidate) {what}, nats" + (" (lower bound)" if m.estimator == "lower_bound" else "")
+
+
+def rows_text(m: Measurement) -> str:
+    """``32 rows``, or ``4 of 32 rows``."""
+    return f"{m.rows_measured} rows" if m.status == "complete" else f"{m.rows_measured} of {m.rows_planned} rows"
+
+
+def interval_text(interval: Interval | None, m: Measurement) -> str:
+    """Both ends and how they were made, or why there are none."""
+    if interval is not None:
+        level = f"{interval.confidence:.0%}".replace("%", " %")
+        return f"{bracket(interval)} ({level}, {interval.method}, {interval.n} {interval.unit}s)"
+    if m.rows_measured < 2:
+        return f"none: one {m.panel.unit} only"
+    return "none: not every position is finite" if not np.isfinite(m.summary["kl_mean"]) else "none"
+
+
+def _ends(e: Estimate) -> str:
+    return bracket(e) if e.has_interval else _why_none(e)
+
+
+def _why_none(e: Estimate) -> str:
+    """Why an estimate has no interval, in few words."""
+    if e.n < 2:
+        return f"none: one {e.unit} only"
+    return f"none: {e.note.removeprefix('n.a.: ')}"
+
+
+def _mean(name: str, e: Estimate, sign: bool = False) -> Line:
+    value = estimate(e.estimate, e)
+    return Line(name=name, value=f"+{value}" if sign and e.estimate > 0 else value, interval=_ends(e))
+
+
+def _share(name: str, e: Estimate) -> Line:
+    ends = percent_bracket(e) if e.has_interval else _why_none(e)
+    return Line(name=name, value=percent(e.estimate), interval=ends)
+
+
+def _ratio(name: str, delta: Estimate) -> Line:
+    if delta.low is None or delta.high is None:
+        return Line(name=name, value=number(float(np.exp(delta.estimate))), interval=_why_none(delta))
+    low, high = float(np.exp(delta.low)), float(np.exp(delta.high))
+    ends = Interval(low=low, high=high, method="exp", confidence=delta.confidence, unit=delta.unit, n=delta.n)
+    return Line(name=name, value=estimate(float(np.exp(delta.estimate)), ends), interval=bracket(ends))
+
+
+def _quantile_lines(m: Measurement, quantiles: dict[str, Estimate]) -> list[Line]:
+    lines = []
+    for name, e in quantiles.items():
+        withheld = name == "p99.9" and not e.has_interval
+        shown = "withheld" if withheld else estimate(e.estimate, e)
+        lines.append(Line(name=kl_name(m, name), value=shown, interval=_ends(e)))
+    return lines
+
+
+def max_line(m: Measurement) -> Line:
+    """The maximum with its place and N: never with an interval, since it only grows with N."""
+    at = m.summary["kl_max_at"]
+    place = f"row {at['row']}, position {at['position']}, of {count(m.positions)} positions"
+    return Line(name=kl_name(m, "max"), value=number(m.summary["kl_max"]), interval=f"at {place}; a maximum has none")
+
+
+# ---- the other tables ------------------------------------------------------------------------------------------------
+
+COUNT_NAMES = {
+    "nonfinite_positions": "positions whose KL is not finite",
+    "infinite_kl": "of these, infinite",
+    "nonfinite_logits_teacher": "positions with non-finite teacher logits",
+    "nonfinite_logits_candidate": "positions with non-finite candidate logits",
+    "negative_kl": "positions with KL below 0",
+    "negative_kl_beyond_rounding": "of these, below what rounding explains",
+    "zero_kl": "positions with KL exactly 0",
+    "tied_teacher": "positions where the teacher's top-1 is a tie",
+    "tied_candidate": "positions where the candidate's top-1 is a tie",
+}
+
+
+def count_lines(m: Measurement) -> list[Line]:
+    """Every count of the receipt, named."""
+    return [Line(name=COUNT_NAMES.get(name, name), value=count(value)) for name, value in m.counts.items()]
+
+
+def worst_rows(m: Measurement) -> list[Any]:
+    """Rows by mean KL, highest first; rows without a finite mean come before all."""
+    return sorted(m.per_row, key=lambda row: (-np.nan_to_num(row.kl_mean, nan=np.inf), row.row))
+
+
+def worst_positions(frame: pd.DataFrame) -> list[Any]:
+    """The positions of highest KL as plain numbers."""
+    columns = ["row", "position", "target", "kl", "p_top1_teacher", "top1_teacher", "top1_candidate"]
+    columns += ["nll_teacher", "nll_candidate"]
+    return tables.worst_positions(frame, WORST_POSITIONS)[columns].to_dict("records")
+
+
+def slope_sentence(slope: tables.Slope | None) -> str:
+    """Whether KL grows along the row, with the figures that say so."""
+    if slope is None:
+        return "Too few positions to see whether KL changes along the row."
+    e = slope.estimate
+    figures = f"slope {signed(e.estimate)} nats per 1,000 positions"
+    figures += f" {bracket(e)}" if e.has_interval else f" (no interval: {e.note})"
+    figures += f"; last tenth {number(slope.ratio)} times the first" if np.isfinite(slope.ratio) else ""
+    if slope.rising:
+        return f"**KL rises along the row: {figures}.** That is the sign of a fault that grows with the context."
+    return f"No rise along the row is called out: {figures}."
+
+
+def identity_lines(m: Measurement) -> list[tuple[str, str, str]]:
+    """Field, teacher, candidate: all that the numbers depend on. Digests are whole, so that they can be searched."""
+    sides = [side.model_dump() for side in (m.teacher, m.candidate)]
+    fields = [name for name in sides[0] if name not in ("settings", "bits_per_weight", "bytes")]
+    texts = [{name: "-" if side[name] is None else str(side[name]) for name in fields} for side in sides]
+    lines = [(name, texts[0][name], texts[1][name]) for name in fields]
+    settings = [", ".join(f"{k}={v}" for k, v in side["settings"].items()) or "-" for side in sides]
+    return [*lines, ("settings", settings[0], settings[1])]

@@ -1,0 +1,249 @@
+"""From an engine's outputs to the arrays that are stored, with every check that must fail before a file exists.
+
+Hidden states are stored as they come. Logits are stored minus their row's maximum, where a 16-bit float is fine
+around the tokens that matter (raw bf16 logits would cost 1e-4 nats and flip top tokens), and a row whose
+distribution does not survive that is refused. Top-k log-probabilities keep the mass of what is not among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from harness.capture.manifest import DTYPE_NAMES
+from harness.digest import json_digest, tensor_digest
+from harness.errors import CaptureError
+from harness.scoring import TeacherStats
+from harness.types import Head, Hidden, Logits, Row, TopK
+
+#: A stored distribution may differ by this much, in nats and in total probability (FAULTS.md A 23).
+ROUNDTRIP_LIMIT = 1e-6
+_CHUNK = 1 << 21  # logits worked on at a time: 16 MB in float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One row ready to be written: wide arrays [T-1, W], narrow columns [T-1], and the digest of the arrays."""
+
+    arrays: dict[str, torch.Tensor]
+    columns: dict[str, np.ndarray]
+    sha256: str
+
+    @property
+    def width(self) -> int:
+        return next(iter(self.arrays.values())).shape[1]
+
+
+def encode_hidden(row: Row, outputs: Hidden, head: Head, dtype: torch.dtype, stats: TeacherStats) -> Encoded:
+    """Hidden states of the scored positions, bit for bit.
+
+    Raises:
+        CaptureError: wrong shape or dtype, a non-finite state, states that are normed while ``head`` has a norm to
+            apply, or statistics that do not cover the scored positions.
+    """
+    states = outputs.states_TH
+    scored = len(row.ids_T) - 1
+    if states.shape != (scored + 1, head.weight_VH.shape[1]):
+        wanted = (scored + 1, head.weight_VH.shape[1])
+        raise CaptureError(f"row {row.index}: states are {tuple(states.shape)}, not {wanted}", _ENGINE)
+    if states.dtype != dtype:
+        raise CaptureError(
+            f"row {row.index}: states are {states.dtype} and this capture holds {dtype}",
+            "open the capture with the dtype that the engine computes in; nothing is rounded on the way",
+        )
+    states = states[:scored].detach().cpu().contiguous()
+    _require_finite(row, states)
+    if head.norm is not None:
+        require_unnormed(f"row {row.index}", states, head.norm.weight_H)
+    columns = _stat_columns(row, stats)
+    return Encoded(arrays={"states": states}, columns=columns, sha256=tensor_digest(states))
+
+
+def encode_logits(row: Row, outputs: Logits, dtype: torch.dtype) -> Encoded:
+    """Logits minus their row's maximum as fp16 or fp32, and statistics of what is stored (in float64).
+
+    Raises:
+        CaptureError: bf16 asked for, NaN or +inf, a value that fp16 cannot hold, or a round trip off by more than
+            1e-6 nats on the row's mean or in the probability of any position.
+    """
+    if dtype not in (torch.float16, torch.float32):
+        raise CaptureError(
+            f"logits cannot be stored as {dtype}: it would move every KL by 1e-4 nats or more",
+            'use states_dtype="float16" (minus the row maximum) or "float32"',
+        )
+    scored = len(row.ids_T) - 1
+    logits = outputs.logits_TV
+    if logits.ndim != 2 or len(logits) != scored + 1:
+        raise CaptureError(f"row {row.index}: logits are {tuple(logits.shape)}, not [{scored + 1}, V]", _ENGINE)
+    step = max(1, _CHUNK // logits.shape[1])
+    targets = np.asarray(row.ids_T[1:], dtype=np.int64)
+    parts = [
+        _shifted(row, start, logits[start : min(start + step, scored)], targets[start : start + step], dtype)
+        for start in range(0, scored, step)
+    ]
+    stored = torch.cat([part[0] for part in parts])
+    columns = {name: np.concatenate([part[1][name] for part in parts]) for name in parts[0][1]}
+    _require_roundtrip(row, columns.pop("kl"), columns.pop("excess"))
+    columns["target"] = targets.astype(np.int32)
+    return Encoded(arrays={"logits": stored}, columns=columns, sha256=tensor_digest(stored))
+
+
+def encode_topk(row: Row, outputs: TopK) -> Encoded:
+    """Known ids and log-probabilities (fp32) with the mass outside of them; unused slots hold id -1.
+
+    Raises:
+        CaptureError: wrong shape, an id twice, a log-probability that is NaN or above 0, or more than all the mass.
+    """
+    scored = len(row.ids_T) - 1
+    ids, exact = np.asarray(outputs.ids_TK, dtype=np.int32), np.asarray(outputs.logprobs_TK, dtype=np.float64)
+    if ids.shape != exact.shape or ids.ndim != 2 or len(ids) != scored or len(outputs.target_logprob_T) != scored:
+        raise CaptureError(f"row {row.index}: top-k is {ids.shape} for {scored} scored positions", _ENGINE)
+    used = ids >= 0
+    narrow = np.where(used, exact, -np.inf).astype(np.float32)
+    nll = -np.asarray(outputs.target_logprob_T, dtype=np.float64)
+    _require_topk(row, ids, used, narrow, nll)
+    best = narrow.argmax(1)
+    every = np.arange(scored)
+    columns = {
+        "nll": nll,
+        "tail_mass": 1.0 - np.exp(narrow.astype(np.float64)).sum(1),
+        "p_top1": np.exp(narrow[every, best].astype(np.float64)),
+        "top1": ids[every, best],
+        "target": np.asarray(row.ids_T[1:], dtype=np.int32),
+    }
+    arrays = {"ids": torch.from_numpy(np.ascontiguousarray(ids)), "logprobs": torch.from_numpy(narrow)}
+    return Encoded(arrays=arrays, columns=columns, sha256=arrays_digest(arrays))
+
+
+def arrays_digest(arrays: dict[str, torch.Tensor]) -> str:
+    """Digest of what was captured of a row, without its statistics."""
+    if len(arrays) == 1:
+        return tensor_digest(next(iter(arrays.values())))
+    return json_digest({name: tensor_digest(array) for name, array in arrays.items()})
+
+
+def require_unnormed(where: str, states_TH: torch.Tensor, weight_H: torch.Tensor) -> None:
+    """Refuse states that look normed already while a norm is to be applied to them (FAULTS.md B 1).
+
+    After RMSNorm the median root mean square of a row is near that of the norm's weight; before, it is anything.
+    """
+    rms = float(states_TH.float().square().mean(1).sqrt().median())
+    normed = float(weight_H.float().square().mean().sqrt())
+    if abs(rms / normed - 1) < 0.2:
+        raise CaptureError(
+            f"{where}: states are said to lie before the final norm, and their RMS is {rms:.3g} where "
+            f"the norm's weight has {normed:.3g}: the norm looks applied already",
+            "declare the cut point `after_final_norm_before_lm_head` (a head without norm), or check the engine",
+        )
+
+
+_ENGINE = "check the engine: it must return one entry per token of the row"
+
+
+def _require_finite(row: Row, states: torch.Tensor) -> None:
+    bad = ~torch.isfinite(states).all(1)
+    if bool(bad.any()):
+        position = int(bad.nonzero()[0])
+        raise CaptureError(
+            f"row {row.index}, position {position}: a hidden state is not finite ({int(bad.sum())} such positions)",
+            "a teacher must be finite everywhere: check its weights, or compute in float32",
+        )
+
+
+def _stat_columns(row: Row, stats: TeacherStats) -> dict[str, np.ndarray]:
+    scored = len(row.ids_T) - 1
+    columns = {name: np.asarray(getattr(stats, field), dtype=np.float64) for name, field in FLOAT_STATS.items()}
+    columns["top1"] = np.asarray(stats.top1, dtype=np.int32)
+    for name, values in columns.items():
+        if values.shape != (scored,):
+            raise CaptureError(f"row {row.index}: {values.shape} {name} for {scored} scored positions", _ENGINE)
+        if not np.isfinite(values).all():
+            where = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise CaptureError(f"row {row.index}, position {where}: {name} is {values[where]}", _NOT_FINITE)
+    columns["target"] = np.asarray(row.ids_T[1:], dtype=np.int32)
+    return columns
+
+
+FLOAT_STATS = {"logsumexp": "lse", "nll": "nll", "entropy": "entropy", "p_top1": "p_top1"}
+_NOT_FINITE = "a teacher must give every token of the panel a probability: check its head and its vocabulary"
+
+
+def _shifted(
+    row: Row, start: int, logits: torch.Tensor, targets: np.ndarray, dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+    """Stored values of some positions, and their statistics with the round-trip errors ``kl`` and ``excess``."""
+    exact = logits.detach().cpu().double().numpy()
+    top = exact.max(1, keepdims=True)
+    bad = ~np.isfinite(top[:, 0]) | np.isnan(exact).any(1)
+    if bad.any():
+        where = start + int(np.flatnonzero(bad)[0])
+        raise CaptureError(f"row {row.index}, position {where}: a logit is NaN or +inf, or all are -inf", _NOT_FINITE)
+    exact -= top
+    stored = torch.from_numpy(exact).to(dtype)
+    wide = stored.double().numpy()
+    lost = np.isinf(wide) & np.isfinite(exact)
+    if lost.any():
+        where = start + int(np.flatnonzero(lost.any(1))[0])
+        raise CaptureError(
+            f"row {row.index}, position {where}: a logit lies {-exact[lost].max():.0f} below the maximum, past fp16",
+            'store this capture with states_dtype="float32"',
+        )
+    return stored, _logit_stats(exact, wide, targets)
+
+
+def _logit_stats(exact: np.ndarray, wide: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+    every = np.arange(len(wide))
+    lse_exact = np.log(np.exp(exact).sum(1))
+    lse = np.log(np.exp(wide).sum(1))
+    p_exact, p = np.exp(exact - lse_exact[:, None]), np.exp(wide - lse[:, None])
+    with np.errstate(invalid="ignore"):  # -inf - -inf where both probabilities are 0: no contribution
+        change = np.where(p_exact > 0, exact - wide, 0.0)
+        surprise = np.where(p > 0, wide, 0.0)
+    return {
+        "logsumexp": lse,
+        "nll": lse - wide[every, targets],
+        "entropy": lse - (p * surprise).sum(1),
+        "p_top1": p.max(1),
+        "top1": wide.argmax(1).astype(np.int32),
+        "kl": (p_exact * change).sum(1) - (lse_exact - lse),
+        "excess": p.sum(1) - 1.0,
+    }
+
+
+def _require_roundtrip(row: Row, kl: np.ndarray, excess: np.ndarray) -> None:
+    worst = int(np.abs(kl).argmax())
+    if not abs(kl.mean()) < ROUNDTRIP_LIMIT or not np.abs(excess).max() < ROUNDTRIP_LIMIT:
+        raise CaptureError(
+            f"row {row.index}: stored logits are {kl.mean():.2g} nats from the engine's (position {worst}: "
+            f"{kl[worst]:.2g}), the limit is {ROUNDTRIP_LIMIT:g}",
+            'store this capture with states_dtype="float32"',
+        )
+
+
+def _require_topk(row: Row, ids: np.ndarray, used: np.ndarray, logprobs: np.ndarray, nll: np.ndarray) -> None:
+    ordered = np.sort(ids, 1)
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+    mass = np.exp(logprobs.astype(np.float64)).sum(1)
+    wrong = {
+        "an id is there twice": twice,
+        "a log-probability is NaN": np.isnan(logprobs).any(1),
+        "no id is known": ~used.any(1),
+        "the known ids hold more than all the mass": mass > 1 + ROUNDTRIP_LIMIT,
+        "the next token's log-probability is not finite": ~np.isfinite(nll),
+    }
+    for what, where in wrong.items():
+        if where.any():
+            position = int(np.flatnonzero(where)[0])
+            raise CaptureError(
+                f"row {row.index}, position {position}: {what}",
+                "check the engine's log-probabilities: raw, before temperature and penalties, each id once",
+            )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` and so on; other dtypes cannot be stored."""
+    if dtype not in DTYPE_NAMES:
+        raise CaptureError(f"a capture cannot hold {dtype}", f"use one of {', '.join(DTYPE_NAMES.values())}")
+    return DTYPE_NAMES[dtype]

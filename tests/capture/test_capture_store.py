@@ -1,0 +1,456 @@
+"""The capture store: what is written comes back bit for bit, and what cannot be trusted is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from harness.capture import CaptureWriter, load_head, open_capture, save_head, verify_capture
+from harness.capture.heads import head_path
+from harness.capture.rowfile import page_offset, read_array
+from harness.errors import CaptureError, StorageError
+from harness.scoring import TeacherStats, teacher_stats
+from harness.types import FinalNorm, Hidden
+from tests.capture.conftest import H, T, Tiny, V, make_head, make_identity, make_panel
+
+ROW = "row-0002.parquet"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files but the lock, which is empty."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
+
+
+def test_states_come_back_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
+    capture = open_capture(tiny.write(tmp_path / "a"), panel=tiny.panel, identity=tiny.identity)
+    assert capture.label == "" and capture.rows == [0, 1, 2, 3]
+    for row in tiny.panel.rows:
+        got = capture.row(row.index)
+        assert got.states_TH.dtype == torch.bfloat16
+        assert torch.equal(got.states_TH.view(torch.int16), tiny.states[row.index][:-1].view(torch.int16))
+        assert np.array_equal(got.target, row.ids_T[1:])
+
+
+def test_statistics_equal_float64(tiny: Tiny, tmp_path: Path) -> None:
+    got = open_capture(tiny.write(tmp_path / "a")).row(1)
+    logits = tiny.states[1][:-1].double().numpy() @ tiny.head.weight_VH.double().numpy().T
+    lse = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+    p = np.exp(logits - lse[:, None])
+    np.testing.assert_allclose(got.lse, lse, rtol=1e-6)
+    np.testing.assert_allclose(got.nll, lse - logits[np.arange(T - 1), got.target], rtol=1e-5)
+    np.testing.assert_allclose(got.entropy, -(p * np.log(p)).sum(1), rtol=1e-4)
+    np.testing.assert_allclose(got.p_top1, p.max(1), rtol=1e-5)
+    assert np.array_equal(got.top1, logits.argmax(1))
+
+
+def test_head_comes_back_with_all_that_shapes_its_logits(tmp_path: Path) -> None:
+    norm = FinalNorm(weight_H=torch.rand(H) + 0.5, eps=1e-5)
+    head = make_head(bias_V=torch.randn(V), softcap=30.0, scale=0.125, norm=norm)
+    save_head(tmp_path, head)
+    before = head_path(tmp_path, head.sha256).stat().st_mtime_ns
+    save_head(tmp_path, replace(head, norm=None))  # the same head again: nothing is written
+    assert head_path(tmp_path, head.sha256).stat().st_mtime_ns == before
+    from harness.capture.heads import norm_digest
+
+    got = load_head(tmp_path, head.sha256, norm_digest(norm))
+    assert torch.equal(got.weight_VH, head.weight_VH) and torch.equal(got.bias_V, head.bias_V)
+    assert (got.vocab_size, got.softcap, got.scale) == (V, 30.0, 0.125)
+    assert got.norm is not None and torch.equal(got.norm.weight_H, norm.weight_H) and got.norm.eps == norm.eps
+    assert load_head(tmp_path, head.sha256, None).norm is None
+
+
+def test_head_file_with_other_numbers_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    capture = open_capture(tiny.write(tmp_path / "a"))
+    path = head_path(tmp_path, tiny.head.sha256)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CaptureError, match="digest"):
+        _ = capture.head
+    path.unlink()
+    with pytest.raises(CaptureError, match="missing"):
+        _ = open_capture(tmp_path / "a").head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_are_memory_mapped_or_read_to_the_same_bits(tiny: Tiny, tmp_path: Path, dtype: torch.dtype) -> None:
+    states = tiny.states[0].to(dtype)
+    with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head, "hidden", dtype) as writer:
+        writer.write_row(tiny.panel.rows[0], Hidden(states_TH=states))
+        writer.finish()
+    got = open_capture(tmp_path / "a").row(0).states_TH
+    assert got.dtype == dtype and torch.equal(got, states[:-1])
+
+
+def test_only_proven_files_are_mapped(tmp_path: Path) -> None:
+    """Compression, dictionaries, several row groups or pages: read normally, never viewed in place."""
+    values = np.random.default_rng(0).integers(0, 255, (300, 64), dtype=np.uint8)
+    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(64), 300, [None, pa.py_buffer(values)])
+    schema = pa.schema([pa.field("states", pa.binary(64), nullable=False)])
+    good = {
+        "use_dictionary": False,
+        "compression": "none",
+        "data_page_size": 1 << 20,
+        "write_batch_size": 300,
+        "write_statistics": False,
+    }
+    layouts = {
+        "good": {},
+        "snappy": {"compression": "snappy"},
+        "dictionary": {"use_dictionary": True},
+        "groups": {"row_group_size": 100},
+        "pages": {"data_page_size": 1024, "write_batch_size": 16},
+    }
+    for name, change in layouts.items():
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table([column], schema=schema), path, **(good | change))
+        offset = page_offset(path, pq.read_metadata(path), 0, values.nbytes)
+        assert (offset is not None) == (name == "good"), name
+        assert np.array_equal(read_array(path, "states", torch.bfloat16).view(torch.uint8).numpy(), values), name
+
+
+def test_mapped_rows_do_not_write_through(tiny: Tiny, tmp_path: Path) -> None:
+    capture = open_capture(tiny.write(tmp_path / "a"))
+    before = (tmp_path / "a" / ROW).read_bytes()
+    capture.row(2).states_TH.zero_()
+    assert (tmp_path / "a" / ROW).read_bytes() == before
+    assert torch.equal(capture.row(2).states_TH, tiny.states[2][:-1])
+
+
+def some_stats(positions: int) -> TeacherStats:
+    """Statistics of no model: for tests of storage alone."""
+    ones = np.ones(positions)
+    top1 = np.zeros(positions, np.int32)
+    return TeacherStats(lse=ones, nll=ones, entropy=ones, p_top1=ones, top1=top1, nonfinite=top1)
+
+
+@pytest.mark.parametrize(("width", "length"), [(576, 512), (4096, 2048)])
+def test_size_is_at_most_h_x_2_plus_64_bytes_a_position(tmp_path: Path, width: int, length: int) -> None:
+    panel, head = make_panel([length]), make_head(width=width)
+    states = torch.zeros(length, width, dtype=torch.bfloat16)
+    with CaptureWriter(tmp_path / "a", make_identity(head.sha256), panel, head) as writer:
+        writer.write_row(panel.rows[0], Hidden(states_TH=states), some_stats(length - 1))
+        writer.finish()
+    size = (tmp_path / "a" / "row-0000.parquet").stat().st_size
+    assert size / (length - 1) <= width * 2 + 64
+
+
+def test_a_long_row_keeps_one_row_group_and_fixed_width(tmp_path: Path) -> None:
+    """FAULTS A 55: no list offsets exist that could pass 2**31, whatever the vocabulary; a row is one row group."""
+    panel, head = make_panel([9000]), make_head()
+    states = torch.randn(9000, H).to(torch.bfloat16)
+    with CaptureWriter(tmp_path / "a", make_identity(head.sha256), panel, head) as writer:
+        writer.write_row(panel.rows[0], Hidden(states_TH=states), some_stats(8999))
+        writer.finish()
+    details = pq.ParquetFile(tmp_path / "a" / "row-0000.parquet")
+    assert details.metadata.num_row_groups == 1
+    assert details.schema_arrow.field("states").type == pa.binary(H * 2)
+    assert torch.equal(open_capture(tmp_path / "a").row(0).states_TH, states[:-1])
+
+
+def test_resume_ends_bit_identical(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "a")
+    tiny.write(tmp_path / "b", [2])
+    with CaptureWriter(tmp_path / "b", tiny.identity, tiny.panel, tiny.head) as writer:
+        assert writer.missing_rows() == [0, 1, 3]
+    tiny.write(tmp_path / "b")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_killed_mid_row_leaves_no_half_file(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS A 57 and A 39: the row is absent, no manifest exists, finished rows stay and can be read."""
+
+    def dies(table: pa.Table, where: Path, **options: object) -> None:
+        Path(where).write_bytes(b"PAR1 half")
+        raise KeyboardInterrupt
+
+    writer = CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head)
+    writer.write_row(tiny.panel.rows[0], Hidden(states_TH=tiny.states[0]))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("harness.store.pq.write_table", dies)
+        writer.write_row(tiny.panel.rows[1], Hidden(states_TH=tiny.states[1]))
+    writer.close()
+    assert set(files(tmp_path / "a")) == {"row-0000.parquet"}
+    capture = open_capture(tmp_path / "a")
+    assert capture.label == "partial 1/4"
+    assert torch.equal(capture.row(0).states_TH, tiny.states[0][:-1])
+
+
+def test_a_manifest_that_claims_more_than_the_files_hold(tiny: Tiny, tmp_path: Path) -> None:
+    """FAULTS B 2: manifest of 10 records, 1 file -> "partial 1/10", never n = 10."""
+    panel = make_panel([T] * 10)
+    tiny = replace_panel(tiny, panel)
+    tiny.write(tmp_path / "a")
+    for index in range(1, 10):
+        (tmp_path / "a" / f"row-{index:04d}.parquet").unlink()
+    capture = open_capture(tmp_path / "a")
+    assert capture.label == "partial 1/10" and capture.manifest.rows_present == 1
+    assert capture.manifest.positions_present == T - 1
+    with pytest.raises(CaptureError, match="row 3 is not in a"):
+        capture.row(3)
+    shutil.rmtree(tmp_path / "a")
+    tiny.write(tmp_path / "a", [0])
+    assert open_capture(tmp_path / "a").sha256 == capture.sha256
+
+
+def replace_panel(tiny: Tiny, panel: object) -> Tiny:
+    states = {row.index: tiny.states[row.index % 4] for row in panel.rows}
+    return Tiny(panel=panel, head=tiny.head, identity=tiny.identity, states=states)
+
+
+def test_rows_that_came_after_the_manifest_count(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "a", [0])
+    writer = CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head)
+    writer.write_row(tiny.panel.rows[3], Hidden(states_TH=tiny.states[3]))
+    writer.close()
+    assert open_capture(tmp_path / "a").rows == [0, 3]
+
+
+def test_digest_does_not_depend_on_the_place(tiny: Tiny, tmp_path: Path) -> None:
+    first = open_capture(tiny.write(tmp_path / "here" / "a"))
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    (tmp_path / "there" / "a").rename(tmp_path / "there" / "other")
+    assert open_capture(tmp_path / "there" / "other").sha256 == first.sha256
+    other = Tiny(tiny.panel, tiny.head, replace(tiny.identity, weights_sha256="x" * 64), tiny.states)
+    assert open_capture(other.write(tmp_path / "b")).sha256 != first.sha256
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"weights_sha256": "x" * 64}, "identity.weights_sha256"),
+        ({"tokenizer_sha256": "u" * 64}, "identity.tokenizer_sha256"),
+        ({"version": "2"}, "identity.version: 1, not 2"),
+        ({"settings": {"batch": 8}}, "identity.settings.batch: 1, not 8"),
+        ({"compute_dtype": "bfloat16"}, "identity.compute_dtype: float32, not bfloat16"),
+    ],
+)
+def test_a_folder_of_another_teacher_is_not_continued(
+    tiny: Tiny, tmp_path: Path, changes: dict[str, object], shown: str
+) -> None:
+    """FAULTS A 51, A 52: the key holds weights, tokenizer, engine version, dtypes and settings; both values shown."""
+    tiny.write(tmp_path / "a", [0])
+    with pytest.raises(CaptureError, match=shown):
+        CaptureWriter(tmp_path / "a", replace(tiny.identity, **changes), tiny.panel, tiny.head)
+    CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head).close()  # the refusal gave the lock back
+
+
+def test_another_panel_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "a", [0])
+    other = make_panel([T] * 4, seed=9)
+    with pytest.raises(CaptureError, match="panel_sha256"):
+        CaptureWriter(tmp_path / "a", tiny.identity, other, tiny.head)
+    with pytest.raises(CaptureError, match="capture over panel tiny"):
+        open_capture(tmp_path / "a", panel=other)
+    writer = CaptureWriter(tmp_path / "b", tiny.identity, tiny.panel, tiny.head)
+    with pytest.raises(CaptureError, match="not a row of panel"):
+        writer.write_row(other.rows[0], Hidden(states_TH=tiny.states[0]))
+    writer.close()
+
+
+def test_another_teacher_is_refused_and_labels_are_notes(tiny: Tiny, tmp_path: Path) -> None:
+    """FAULTS B 14: two revisions of equal content are one teacher, with a note."""
+    capture = open_capture(tiny.write(tmp_path / "a"))
+    assert capture.require_teacher(tiny.identity) == []
+    assert capture.require_teacher(replace(tiny.identity, revision="def")) == ["revision abc, not def"]
+    with pytest.raises(CaptureError, match="weights_sha256"):
+        open_capture(tmp_path / "a", identity=replace(tiny.identity, weights_sha256="x" * 64))
+
+
+def test_a_head_that_is_not_the_identity_s_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """FAULTS B 41: an identity that names another head than the one that is stored."""
+    with pytest.raises(CaptureError, match="the engine says head"):
+        CaptureWriter(tmp_path / "a", make_identity("0" * 64), tiny.panel, tiny.head)
+
+
+@pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
+def test_a_flipped_byte_is_found_with_its_repair(tiny: Tiny, tmp_path: Path, where: float) -> None:
+    """FAULTS B 40: a file with the right name and wrong bytes."""
+    path = tiny.write(tmp_path / "a") / ROW
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * where)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CaptureError, match=f"delete {ROW} and run capture again"):
+        open_capture(tmp_path / "a").row(2)
+    path.unlink()
+    tiny.write(tmp_path / "a")
+    assert verified(tmp_path / "a")
+
+
+@pytest.mark.parametrize("size", [0, 4, 4096])
+def test_a_truncated_row_is_refused(tiny: Tiny, tmp_path: Path, size: int) -> None:
+    """FAULTS B 40: empty and cut files."""
+    path = tiny.write(tmp_path / "a") / ROW
+    path.write_bytes(path.read_bytes()[:size])
+    for attempt in (lambda: open_capture(tmp_path / "a").row(2), lambda: tiny.write(tmp_path / "a")):
+        with pytest.raises(CaptureError, match=f"delete {ROW}"):
+            attempt()
+
+
+def verified(folder: Path) -> bool:
+    return all(check.passed for check in verify_capture(open_capture(folder)))
+
+
+def rewrite(path: Path, change: object) -> None:
+    """Edit a row file's metadata, leaving its columns alone."""
+    table = pq.read_table(path)
+    note = json.loads(table.schema.metadata[b"fidelity"])
+    change(note)
+    table = table.replace_schema_metadata({b"fidelity": json.dumps(note).encode()})
+    pq.write_table(table, path, use_dictionary=False, compression="none", data_page_size=1 << 24)
+
+
+def test_a_cut_point_must_be_declared(tiny: Tiny, tmp_path: Path) -> None:
+    """FAULTS B 1: nobody may guess whether the final norm was applied."""
+    folder = tiny.write(tmp_path / "a", [2])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["key"]["cut_point"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CaptureError, match="where the hidden states were cut"):
+        open_capture(folder)
+    (folder / "manifest.json").unlink()
+    rewrite(folder / ROW, lambda note: note["key"].pop("cut_point"))
+    with pytest.raises(CaptureError, match="where its hidden states were cut"):
+        open_capture(folder)
+
+
+def test_normed_states_that_claim_to_lie_before_the_norm(tiny: Tiny, tmp_path: Path) -> None:
+    """FAULTS B 1: H = 64, V = 128, norm weight of RMS 1.43; pre-norm is claimed, the states are post-norm."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, generator=generator)
+    weight *= 1.43 / weight.square().mean().sqrt()
+    raw = torch.randn(T, 64, generator=generator) * 7
+    head = make_head(128, 64, norm=FinalNorm(weight_H=weight, eps=1e-6))
+    panel = make_panel([T], 128)
+    normed = raw / raw.square().mean(1, keepdim=True).sqrt() * weight
+    with CaptureWriter(tmp_path / "a", make_identity(head.sha256), panel, head, "hidden", torch.float32) as writer:
+        with pytest.raises(CaptureError, match="the norm looks applied already"):
+            writer.write_row(panel.rows[0], Hidden(states_TH=normed))
+        writer.write_row(panel.rows[0], Hidden(states_TH=raw))
+        writer.finish()
+    capture = open_capture(tmp_path / "a")
+    assert capture.manifest.key.cut_point == "before_final_norm"
+    plain = replace(head, norm=None)
+    expected = teacher_stats(normed[:-1], panel.rows[0].ids_T[1:], plain)
+    np.testing.assert_allclose(capture.row(0).nll, expected.nll, atol=1e-4)
+    assert capture.head is not None and capture.head.norm is not None
+
+
+def test_another_dtype_is_an_error_not_a_reinterpretation(tiny: Tiny, tmp_path: Path) -> None:
+    """FAULTS A 56: bits are stored, the dtype is metadata; a wrong one is refused at writing and at reading."""
+    with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head) as writer:
+        with pytest.raises(CaptureError, match=r"states are torch.float32 and this capture holds torch.bfloat16"):
+            writer.write_row(tiny.panel.rows[2], Hidden(states_TH=tiny.states[2].float()))
+        writer.write_row(tiny.panel.rows[2], Hidden(states_TH=tiny.states[2]))
+        writer.finish()
+    rewrite(tmp_path / "a" / ROW, lambda note: note["key"].update(dtype="float16"))
+    with pytest.raises(CaptureError):
+        open_capture(tmp_path / "a").row(2)
+    (tmp_path / "a" / "manifest.json").unlink()
+    with pytest.raises(CaptureError, match="digest it was written with"):
+        open_capture(tmp_path / "a")
+
+
+def test_a_column_of_another_type_is_refused(tmp_path: Path) -> None:
+    """FAULTS A 56: a list column in the place of the bits."""
+    pq.write_table(pa.table({"states": [[1.0, 2.0]]}), tmp_path / "row-0000.parquet")
+    with pytest.raises(CaptureError, match="not fixed-size binary"):
+        read_array(tmp_path / "row-0000.parquet", "states", torch.bfloat16)
+    with pytest.raises(CaptureError, match="missing"):
+        read_array(tmp_path / "row-0000.parquet", "nothing", torch.bfloat16)
+
+
+def test_two_writers_in_one_folder(tiny: Tiny, tmp_path: Path) -> None:
+    with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head):
+        with pytest.raises(StorageError, match="another run is writing"):
+            CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head)
+
+
+def test_no_space_is_said_before_the_first_row(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS B 39: planned bytes against free bytes, before anything is written."""
+    usage = shutil.disk_usage(tmp_path)
+    with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head) as writer:
+        monkeypatch.setattr("harness.store.shutil.disk_usage", lambda path: usage._replace(free=5000))
+        with pytest.raises(StorageError, match="the capture of 4 rows needs"):
+            writer.write_row(tiny.panel.rows[0], Hidden(states_TH=tiny.states[0]))
+    assert set(files(tmp_path / "a")) == set()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_located(tiny: Tiny, tmp_path: Path, bad: float) -> None:
+    states = tiny.states[1].clone()
+    states[5, 7] = bad
+    with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head) as writer:
+        with pytest.raises(CaptureError, match="row 1, position 5: a hidden state is not finite"):
+            writer.write_row(tiny.panel.rows[1], Hidden(states_TH=states))
+
+
+def test_wrong_shapes_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head) as writer:
+        row, stats = tiny.panel.rows[0], teacher_stats(tiny.states[0][:-1], tiny.panel.rows[0].ids_T[1:], tiny.head)
+        with pytest.raises(CaptureError, match="row 0: states are"):
+            writer.write_row(row, Hidden(states_TH=tiny.states[0][:-1]), stats)
+        with pytest.raises(CaptureError, match="scored positions"):
+            writer.write_row(row, Hidden(states_TH=tiny.states[0]), replace(stats, nll=stats.nll[:-1]))
+        with pytest.raises(CaptureError, match="position 3: entropy is nan"):
+            broken = stats.entropy.copy()
+            broken[3] = np.nan
+            writer.write_row(row, Hidden(states_TH=tiny.states[0]), replace(stats, entropy=broken))
+
+
+def test_an_edited_manifest_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "a") / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["rows"][1]["states_sha256"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CaptureError, match="was edited"):
+        open_capture(tmp_path / "a")
+    path.write_text("{")
+    with pytest.raises(CaptureError, match="not JSON"):
+        open_capture(tmp_path / "a")
+
+
+def test_an_empty_folder_is_no_capture(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="did not end"):
+        open_capture(tmp_path)
+
+
+def test_verify_finds_statistics_that_the_states_do_not_give(tiny: Tiny, tmp_path: Path) -> None:
+    """FAULTS B 41: a stored NLL that is off by 1 %, or one flipped top-1, in an otherwise whole file."""
+    checks = verify_capture(open_capture(tiny.write(tmp_path / "a")), tiny.panel)
+    assert [c.name for c in checks] == ["rows", "head", "panel", "digests", "stored NLL", "stored top-1"]
+    assert all(c.passed for c in checks)
+    row = tiny.panel.rows[0]
+    stats = teacher_stats(tiny.states[0][:-1], row.ids_T[1:], tiny.head)
+    lies = {
+        "stored NLL": replace(stats, nll=stats.nll * 1.01),
+        "stored top-1": replace(stats, top1=(stats.top1 + 1) % V),
+    }
+    for name, lie in lies.items():
+        folder = tmp_path / name
+        with CaptureWriter(folder, tiny.identity, tiny.panel, tiny.head) as writer:
+            writer.write_row(row, Hidden(states_TH=tiny.states[0]), lie)
+            writer.finish()
+        failed = [c.name for c in verify_capture(open_capture(folder)) if not c.passed]
+        assert name in failed, failed
+
+
+def test_verify_names_the_row_and_the_head_that_are_broken(tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "a") / ROW
+    data = bytearray(path.read_bytes())
+    data[200] ^= 4
+    path.write_bytes(data)
+    checks = {c.name: c for c in verify_capture(open_capture(tmp_path / "a"))}
+    assert not checks["digests"].passed and f"delete {ROW}" in checks["digests"].note
+    assert checks["digests"].figure == "3/4 row files" and checks["head"].passed
+    head_path(tmp_path, tiny.head.sha256).unlink()
+    checks = {c.name: c for c in verify_capture(open_capture(tmp_path / "a"))}
+    assert not checks["head"].passed and not checks["stored top-1"].passed

@@ -1,0 +1,156 @@
+"""Rows, columns and expert of every packed linear inside the dense parameter it belongs to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.errors import CheckpointError
+from harness.exl3.checkpoint import PackedModule
+from harness.exl3.hf_names import FUSED, Landing
+from harness.exl3.tensors import PADDING
+
+_WRONG_MODEL = "use the config.json that belongs to these shards, or fetch the missing shard"
+Landed = tuple[Landing, PackedModule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One packed linear with the sizes the model gives it, and where it lands: ``target[expert][rows, columns]``.
+
+    ``taken``: the rows of the packed linear that land there, when it is shared by several parameters.
+    """
+
+    module: PackedModule
+    in_features: int
+    out_features: int
+    rows: slice = field(default_factory=lambda: slice(None))
+    columns: slice = field(default_factory=lambda: slice(None))
+    expert: int | None = None
+    transposed: bool = False
+    taken: tuple[int, int] | None = None
+
+
+def places(
+    param: str, landed: Sequence[Landed], owner: nn.Module, state: Mapping[str, torch.Tensor], config: Any
+) -> list[Place]:
+    """Divide the parameter ``param`` among the packed linears that landed on it.
+
+    Raises:
+        CheckpointError: an expert or a part is missing or double, or sizes that padding cannot explain.
+    """
+    shape = tuple(state[param].shape)
+    if landed[0][0].taken:
+        return [_part_of_fused(param, landing, module, state) for landing, module in landed]
+    experts = _by_expert(param, landed, shape)
+    transposed = _is_transposed(owner, shape, experts)
+    rows, columns = shape[-2:] if not transposed else shape[:-3:-1]
+    found = []
+    for expert, slots in experts.items():
+        first = slots[0][0]
+        across = columns if first.columns else rows
+        sizes = _sizes(param, across, [(m.padded_in if first.columns else m.padded_out) for _, m in slots], config)
+        strided = expert is not None and len(slots) > 1 and getattr(owner, "is_concatenated", True) is False
+        for (landing, module), cut in zip(slots, _cuts(sizes, strided), strict=True):
+            size = sizes[landing.slot]
+            found.append(
+                Place(
+                    module=module,
+                    in_features=size if first.columns else columns,
+                    out_features=rows if first.columns else size,
+                    rows=slice(None) if first.columns else cut,
+                    columns=cut if first.columns else slice(None),
+                    expert=expert,
+                    transposed=transposed,
+                )
+            )
+    return found
+
+
+def _by_expert(param: str, landed: Sequence[Landed], shape: tuple[int, ...]) -> dict[int | None, list[Landed]]:
+    experts: dict[int | None, list[Landed]] = defaultdict(list)
+    for landing, module in landed:
+        experts[landing.expert].append((landing, module))
+    wanted: list[int | None] = [None] if len(shape) == 2 else list(range(shape[0]))
+    missing = [expert for expert in wanted if expert not in experts]
+    surplus = [expert for expert in experts if expert not in wanted]
+    if missing or surplus:
+        what = f"experts {missing[:5]} are missing" if missing else f"the model has no expert {surplus[0]}"
+        raise CheckpointError(f"{param}: {what} of {len(wanted)}", _WRONG_MODEL)
+    for expert, group in experts.items():
+        group.sort(key=lambda entry: entry[0].slot)
+        found = [landing.slot for landing, _ in group]
+        if found != list(range(group[0][0].slots)):
+            where = param if expert is None else f"{param}, expert {expert}"
+            raise CheckpointError(
+                f"{where}: needs {group[0][0].slots} parts and has {len(found)}: "
+                + ", ".join(module.name for _, module in group),
+                _WRONG_MODEL,
+            )
+    return dict(experts)
+
+
+def _is_transposed(owner: nn.Module, shape: tuple[int, ...], experts: Mapping[int | None, list[Landed]]) -> bool:
+    """Whether a stack holds ``[in, out]``: the model class says so, else the padded sizes do."""
+    if len(shape) == 2:
+        return False
+    declared = getattr(owner, "is_transposed", None)
+    if declared is not None:
+        return bool(declared)
+    module = next(iter(experts.values()))[0][1]
+    return _padded(shape[-1]) != module.padded_in and _padded(shape[-2]) == module.padded_in
+
+
+def _padded(size: int) -> int:
+    return -(-size // PADDING) * PADDING
+
+
+def _sizes(param: str, total: int, padded: list[int], config: Any) -> list[int]:
+    """The model's own sizes of parts that are stored padded and together make ``total``."""
+    count = len(padded)
+    if sum(padded) == total:
+        return padded
+    even = [total // count] * count
+    for sizes in (even, _attention_sizes(config)):
+        if sum(sizes) == total and [_padded(size) for size in sizes] == padded:
+            return sizes
+    raise CheckpointError(
+        f"{param}: the model has {total} rows or columns there and the packed parts are padded to {padded}",
+        _WRONG_MODEL,
+    )
+
+
+def _attention_sizes(config: Any) -> list[int]:
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    kv = getattr(text, "num_key_value_heads", None) or heads
+    return [heads * head_dim, kv * head_dim, kv * head_dim]
+
+
+def _cuts(sizes: Sequence[int], strided: bool) -> Iterator[slice]:
+    start = 0
+    for index, size in enumerate(sizes):
+        yield slice(index, None, len(sizes)) if strided else slice(start, start + size)
+        start += size
+
+
+def _part_of_fused(param: str, landing: Landing, module: PackedModule, state: Mapping[str, torch.Tensor]) -> Place:
+    """``param`` is the part ``landing.slot`` of a linear that EXL3 stores fused."""
+    parent, leaf = param.removesuffix(".weight").rpartition(".")[::2]
+    parts = FUSED[module.name.rpartition(".")[2]]
+    sizes = [state[f"{parent}.{part}.weight"].shape[0] for part in parts]
+    if leaf != parts[landing.slot]:
+        raise ValueError(f"{param} is not part {landing.slot} of {module.name}")
+    start = sum(sizes[: landing.slot])
+    return Place(
+        module=module,
+        in_features=state[param].shape[1],
+        out_features=sum(sizes),
+        taken=(start, start + sizes[landing.slot]),
+    )

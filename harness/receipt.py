@@ -71,7 +71,7 @@ class RowSummary(Strict):
     domain: str
     positions: int
     kl_mean: float
-    kl_max: float
+    kl_max: float | None
     nll_teacher_mean: float
     nll_candidate_mean: float
     top1_agreement: float
@@ -112,6 +112,8 @@ class Measurement(Strict):
     preflight: list[Check]
     environment: dict[str, str]
     positions_sha256: str
+    #: No positions.parquet exists (a published receipt of row means); positions_sha256 is then empty.
+    row_level_only: bool = False
     registration: dict[str, Any] | None = None
     notes: list[str] = Field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""``fidelity panel build|seal|verify|show``."""
+"""``fidelity panel build|seal|verify|register|show``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from harness.panel.seal import Lock
@@ -63,6 +63,24 @@ def verify(
 
 
 @app.command()
+def register(
+    panel: PanelArgument,
+    replace: Annotated[bool, typer.Option(help="Seal a changed registration.toml over the sealed one.")] = False,
+) -> None:
+    """Seal PANEL/registration.toml: its SHA-256 goes into panel.lock.json, and from there into every measurement."""
+    from harness.registration import provenance
+    from harness.registration import register as seal_registration
+
+    registration = seal_registration(panel, replace=replace)
+    known = provenance(panel)
+    typer.echo(f"panel {panel.name}: registered {registration.sha256}")
+    if known is None or known.changed:
+        typer.echo("  commit registration.toml and panel.lock.json before measuring: git then shows what came first")
+    else:
+        typer.echo(f"  committed {known.committed} as {known.commit[:12]}")
+
+
+@app.command()
 def show(
     panel: PanelArgument,
     tokenizer: Annotated[str | None, typer.Option(help="Digest of the tokenizer whose seal is meant.")] = None,
@@ -82,6 +100,8 @@ def show(
         return
     beginnings = _beginnings(loaded, recipe.tokenizer) if text and loaded else None
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     console.print(f"[bold]{lock.name}[/bold]  {recipe.description.strip()}", highlight=False)
     console.print(_facts(lock, recipe.license, built), highlight=False)
     console.print(_table(lock, loaded, beginnings))
@@ -127,7 +147,7 @@ def _facts(lock: Lock, license_note: str, built: bool) -> Table:
 
 
 def _table(lock: Lock, panel: Panel | None, beginnings: list[str] | None) -> Table:
-    table = Table("row", "domain", "document", "start", "SHA-256")
+    table = Table("row", "domain", Column("document", overflow="fold"), "start", "SHA-256")
     if panel:
         table.add_column("first tokens")
     if beginnings:

@@ -22,15 +22,26 @@ def read_chats(
     source: ChatSource, number: int, folder: Path, tokenizer: Tokenizer
 ) -> tuple[list[Text], list[LockFile]]:
     """Rendered conversations and the digests of their files."""
-    if not isinstance(tokenizer.chat_template, str):
-        raise PanelError("the recipe has conversations, and the tokenizer has no chat template", "drop that source")
+    has_template = isinstance(tokenizer.chat_template, str)
+    if not has_template and source.without_template == "refuse":
+        raise PanelError(
+            "the recipe has conversations, and the tokenizer has no chat template",
+            'set without_template = "plain" in that source, or take another tokenizer',
+        )
     texts: list[Text] = []
     locks: list[LockFile] = []
     for file in source_files(source, folder):
         locks.append(LockFile(source=number, name=file.name, sha256=file.sha256))
         for name, conversation in conversations(file):
-            texts.append(Text(name=name, text=render(name, conversation, tokenizer, source.template_kwargs)))
+            kwargs = source.template_kwargs
+            text = render(name, conversation, tokenizer, kwargs) if has_template else transcript(conversation)
+            texts.append(Text(name=name, text=text))
     return texts, locks
+
+
+def transcript(conversation: dict[str, Any]) -> str:
+    """A conversation as plain text, for tokenizers without a chat template."""
+    return "".join(f"{message['role']}: {message.get('content') or ''}\n\n" for message in conversation["messages"])
 
 
 def conversations(file: SourceFile) -> list[tuple[str, dict[str, Any]]]:

@@ -126,12 +126,14 @@ class ChatSource(Source):
     """Local JSON files of conversations, rendered through the tokenizer's chat template.
 
     A file holds one conversation ``{"messages": [...], "tools": [...]}`` or a list of them; each is a document.
-    ``template_kwargs`` go to the template, for example ``enable_thinking = false``.
+    ``template_kwargs`` go to the template, for example ``enable_thinking = false``. ``without_template`` says what
+    happens for a tokenizer that has none (a base model): refuse, or write a plain transcript.
     """
 
     kind: Literal["chat"]
     files: tuple[str, ...] | dict[str, Sha256]
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    without_template: Literal["refuse", "plain"] = "refuse"
 
 
 AnySource = Annotated[TextSource | PackageSource | DatasetSource | ChatSource, Field(discriminator="kind")]

@@ -47,7 +47,7 @@ def dense_weight(
     Args:
         linear: a packed layer on the CPU.
         dtype: float32, bfloat16 or float16.
-        out: where to write, contiguous, of that shape and dtype (one expert of a stack, say).
+        out: where to write, of that shape and dtype with contiguous rows (one expert of a stack, say).
 
     Raises:
         ValueError: another dtype, or an ``out`` that does not fit.
@@ -57,31 +57,33 @@ def dense_weight(
     shape = linear.out_features, linear.in_features
     if out is None:
         out = torch.empty(shape, dtype=dtype)
-    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device.type != "cpu":
-        raise ValueError(f"out must be a contiguous CPU tensor {list(shape)} of {dtype}")
+    if tuple(out.shape) != shape or out.dtype != dtype or out.stride(1) != 1 or out.device.type != "cpu":
+        raise ValueError(f"out must be a CPU tensor {list(shape)} of {dtype} with contiguous rows")
     across, down = (size // PADDING for size in linear.padded_shape)
     if dtype != torch.float16:
-        pattern = torch.uint32 if dtype == torch.float32 else torch.uint16
-        _dense(linear, 0, across * down, out.view(pattern).numpy(), 0)
+        _dense(linear, 0, across * down, out, 0)
         return out
     step = max(1, _STRIP // across)
     for first in range(0, down, step):
         target = out[first * PADDING : (first + step) * PADDING]
         strip = torch.empty(target.shape, dtype=torch.float32)
-        blocks = across * first, across * min(first + step, down)
-        _dense(linear, *blocks, strip.view(torch.uint32).numpy(), first * PADDING)
+        _dense(linear, across * first, across * min(first + step, down), strip, first * PADDING)
         target.copy_(strip)
     return out
 
 
-def _dense(linear: Exl3Linear, start: int, stop: int, target: np.ndarray, origin: int) -> None:
+def _dense(linear: Exl3Linear, start: int, stop: int, target: torch.Tensor, origin: int) -> None:
     """Blocks ``start .. stop``; row 0 of ``target`` is output feature ``origin``."""
     words = linear.trellis.numpy().view(np.uint16)
     scales = linear.suh.float().numpy() / np.float32(PADDING), linear.svh.float().numpy()
     cut, code = windows(words.shape[-1]), HASHES[linear.codebook]
+    (rows, columns), pitch = target.shape, target.stride(0)
+    flat = target.as_strided(((rows - 1) * pitch + columns,), (1,))
+    pattern = flat.view(torch.uint32 if target.dtype == torch.float32 else torch.uint16).numpy()
+    layout = rows, columns, pitch, origin
 
     def work(begin: int, end: int) -> None:
-        dense_blocks(words, *cut, code, scales, PLACE, (begin, end), target, origin, workspace(words.shape[-1]))
+        dense_blocks(words, *cut, code, scales, PLACE, (begin, end), pattern, layout, workspace(words.shape[-1]))
 
     _share(work, start, stop, _STEP)
 

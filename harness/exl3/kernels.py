@@ -46,18 +46,20 @@ def decode_tiles(words, first, second, shift, values, ring_row, ring_col, start,
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def dense_blocks(words, first, second, shift, code, scales, place, span, target, origin, work):  # type: ignore[no-untyped-def]
+def dense_blocks(words, first, second, shift, code, scales, place, span, target, layout, work):  # type: ignore[no-untyped-def]
     """Dense weight of blocks ``span = (start, stop)``, numbered along ``in`` first.
 
     Args:
         words: uint16 [in/16, out/16, width]; first, second, shift: `layout.windows`.
         code: an entry of `HASHES`; scales: float32 (suh / 128 [in], svh [out]).
         place: `PLACE`.
-        target: [out', in'] patterns of float32 (uint32) or bfloat16 (uint16); sizes past it are cropped.
-        origin: the output feature that row 0 of ``target`` is.
+        target: flat patterns of float32 (uint32) or bfloat16 (uint16).
+        layout: rows and columns of ``target`` (what is past them is cropped), the distance between its rows, and
+            the output feature that its row 0 is.
         work: from `workspace`; made outside because numba counts references to arrays made inside at every slice.
     """
     row_scale, column_scale = scales
+    rows, columns, pitch, origin = layout
     across = words.shape[0] // 8
     lanes, block, turned, line = work
     for n in range(span[0], span[1]):
@@ -67,10 +69,12 @@ def dense_blocks(words, first, second, shift, code, scales, place, span, target,
         _butterflies(block)
         _turn(block, turned)
         _butterflies(turned)
-        for c in range(min(128, origin + len(target) - 16 * b0)):
+        wide = min(128, columns - 16 * a0)
+        for c in range(min(128, origin + rows - 16 * b0)):
             own = column_scale[16 * b0 + c]
             _scaled(turned[c * 144 : c * 144 + 128], row_scale[16 * a0 : 16 * a0 + 128], own, line)
-            _write(line[:128], target[16 * b0 + c - origin, 16 * a0 : 16 * a0 + 128])
+            at = (16 * b0 + c - origin) * pitch + 16 * a0
+            _write(line[:wide], target[at : at + wide])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

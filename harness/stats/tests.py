@@ -66,10 +66,10 @@ def decide(difference: Estimate, margin: float, *, lower_is_better: bool) -> Dec
     """Verdict on a paired difference (other minus baseline) against a margin fixed before measuring.
 
     Equivalence comes first: a difference that surely lies inside the margin does not matter, even when it is
-    surely not 0; the reason then says its direction.
+    surely not 0; the reason then says its direction. With a margin of 0 only identical arms are equivalent.
     """
-    if not margin > 0:
-        raise ValueError("the margin must be positive")
+    if not margin >= 0:
+        raise ValueError("the margin must not be negative")
     if difference.standard_error is None or not difference.has_interval:
         return Decision(
             verdict="no verdict",
@@ -97,6 +97,8 @@ def _verdict(difference: Estimate, margin: float, p_equal: float, lower_is_bette
     assert low is not None and high is not None
     level = f"{difference.confidence:.0%}"
     direction = "lower" if high < 0 else ("higher" if low > 0 else "")
+    if low == high == 0:
+        return "equivalent", f"identical in every {difference.unit}"
     if p_equal < 0.05:
         side = f", though {direction} in the {level} interval" if direction else ""
         return "equivalent", f"the 90% interval lies inside the margin of {margin:.4g}{side}"

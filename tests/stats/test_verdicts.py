@@ -147,3 +147,9 @@ def test_power_by_simulation() -> None:
         estimate = t_interval(Totals(rng.normal(delta, 1.0, size=128), np.ones(128)))
         seen += estimate.low > 0  # type: ignore[operator]
     assert seen / 600 == pytest.approx(0.80, abs=0.05)
+
+
+def test_a_margin_of_zero_makes_only_identical_arms_equivalent() -> None:
+    same = t_interval(Totals(np.zeros(5), np.ones(5)))
+    assert decide(same, 0.0, lower_is_better=True).verdict == "equivalent"
+    assert decide(t_interval(normal_rows(0.01)), 0.0, lower_is_better=True).verdict == "undecided"

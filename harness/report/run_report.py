@@ -12,7 +12,7 @@ import pandas as pd
 from harness.receipt import Interval, Measurement, load_measurement
 from harness.report import caveats, tables
 from harness.report.numbers import bracket, count, estimate, number, percent, percent_bracket, signed
-from harness.report.plots import write_pictures
+from harness.report.plots import Picture, write_pictures
 from harness.report.render import render
 from harness.stats import Estimate
 from harness.store import write_text
@@ -35,9 +35,13 @@ def write_report(folder: Path) -> Path:
     """Write report.md and its pictures into a run folder; returns the report's path."""
     measurement, frame = load_measurement(folder), tables.load_positions(folder)
     pictures = write_pictures(folder, frame, measurement)
-    text = render("report.md.j2", **context(measurement, frame), pictures=pictures)
-    write_text(folder / "report.md", text)
+    write_text(folder / "report.md", report_text(measurement, frame, pictures))
     return folder / "report.md"
+
+
+def report_text(measurement: Measurement, frame: pd.DataFrame, pictures: list[Picture]) -> str:
+    """The Markdown of report.md."""
+    return render("report.md.j2", **context(measurement, frame), pictures=pictures)
 
 
 def context(measurement: Measurement, frame: pd.DataFrame) -> dict[str, Any]:

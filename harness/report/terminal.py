@@ -15,10 +15,11 @@ def measurement_table(measurement: Measurement) -> Table:
     """Headline numbers of one measurement: two columns, the last lines its worst rows."""
     m, s = measurement, measurement.summary
     bound = " (lower bound)" if m.estimator == "lower_bound" else ""
-    title = f"{m.candidate.model} against {m.teacher.model}, KL(teacher‖candidate) in nats{bound}"
-    table = Table(title=f"{title}\n{m.label.upper()}" if m.label else title, title_justify="left")
-    table.add_column("")
-    table.add_column("", justify="right")
+    title = f"{m.candidate.model} against {m.teacher.model}" + (f"\n[bold]{m.label}[/bold]" if m.label else "")
+    caption = f"KL(teacher‖candidate), nats{bound}"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     table.add_row("rows, positions", f"{rows_text(m)}, {count(m.positions)}")
     table.add_row("top-1 agreement", percent(s["top1_agreement"]))
     table.add_row("KL mean, 95 % interval", with_interval(s["kl_mean"], m.intervals.get("kl_mean")))

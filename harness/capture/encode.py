@@ -65,8 +65,8 @@ def encode_logits(row: Row, outputs: Logits, dtype: torch.dtype) -> Encoded:
     """Logits minus their row's maximum as fp16 or fp32, and statistics of what is stored (in float64).
 
     Raises:
-        CaptureError: bf16 asked for, NaN or +inf, a value that fp16 cannot hold, or a round trip off by more than
-            1e-6 nats on the row's mean or in the probability of any position.
+        CaptureError: bf16 asked for, NaN or +inf, a value that fp16 cannot hold, or a position whose round trip is
+            off by 1e-6 nats or more.
     """
     if dtype not in (torch.float16, torch.float32):
         raise CaptureError(
@@ -213,13 +213,14 @@ def _logit_stats(exact: np.ndarray, wide: np.ndarray, targets: np.ndarray) -> di
 
 
 def _require_roundtrip(row: Row, kl: np.ndarray, excess: np.ndarray) -> None:
-    worst = int(np.abs(kl).argmax())
-    if not abs(kl.mean()) < ROUNDTRIP_LIMIT or not np.abs(excess).max() < ROUNDTRIP_LIMIT:
-        raise CaptureError(
-            f"row {row.index}: stored logits are {kl.mean():.2g} nats from the engine's (position {worst}: "
-            f"{kl[worst]:.2g}), the limit is {ROUNDTRIP_LIMIT:g}",
-            'store this capture with states_dtype="float32"',
-        )
+    for what, errors in (("nats from the engine's", np.abs(kl)), ("off in total probability", np.abs(excess))):
+        worst = int(errors.argmax())
+        if not errors[worst] < ROUNDTRIP_LIMIT:
+            raise CaptureError(
+                f"row {row.index}, position {worst}: stored logits would be {errors[worst]:.2g} {what}; "
+                f"the limit is {ROUNDTRIP_LIMIT:g}",
+                'store this capture with states_dtype="float32"',
+            )
 
 
 def _require_topk(row: Row, ids: np.ndarray, used: np.ndarray, logprobs: np.ndarray, nll: np.ndarray) -> None:

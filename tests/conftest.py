@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: one small trained model and its sealed panel, made once a session."""
+"""Fixtures shared by all tests: one small model and its sealed panel, made once a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 Llama of 259 tokens that has learned something; never changed by a test."""
     folder = tmp_path_factory.mktemp("models") / "tiny-teacher"
     folder.mkdir()
-    tiny.train_llama(folder)
+    tiny.save_llama(folder)
     return folder
 
 

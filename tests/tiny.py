@@ -1,4 +1,4 @@
-"""A small real language model, trained in seconds on text written here, and a panel sealed for its tokenizer.
+"""A small language model of text written here, and a panel sealed for its tokenizer.
 
 Checks such as "the NLL at shift 0 is the lowest" only mean something for a model that predicts, so random
 weights will not do.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
+VOCAB = 259
 
 SENTENCES = [
     "the mill by the river turns when the water is high and rests when it is low. ",
@@ -39,34 +41,39 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def train_llama(folder: Path, *, seed: int = 0, steps: int = 150) -> None:
-    """Train a two-layer Llama (hidden 128, 259 tokens) and save it as bf16 with its tokenizer."""
+def save_llama(folder: Path, *, seed: int = 0) -> None:
+    """A two-layer Llama (hidden 128, 259 tokens) that predicts by bigrams, saved as bf16 with its tokenizer.
+
+    Embeddings and head factor the log bigram frequencies of the text; attention and MLPs are random, large enough
+    that quantising them shows. Made in milliseconds, where training would take minutes on a busy machine.
+    """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     save_tokenizer(folder)
     config = LlamaConfig(
-        vocab_size=259,
+        vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
+        initializer_range=0.06,
         bos_token_id=256,
         eos_token_id=257,
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text(seed=1, sentences=60))["input_ids"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(steps):
-        starts = torch.randint(len(ids) - 65, (8,))
-        batch = torch.stack([ids[s : s + 64] for s in starts])
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    counts = torch.full((VOCAB, VOCAB), 0.01)
+    counts.index_put_((ids[:-1], ids[1:]), torch.ones(len(ids) - 1), accumulate=True)
+    logits = (counts / counts.sum(1, keepdim=True)).log()
+    u, s, v = torch.linalg.svd(logits - logits.mean(1, keepdim=True))
+    rows = u[:, :128] * s[:128]
+    scale = rows.norm(dim=1, keepdim=True) / 128**0.5
+    model.model.embed_tokens.weight.data = rows / scale
+    model.lm_head.weight.data = v[:128].T * scale[ids].mean()
     model.to(torch.bfloat16).save_pretrained(folder)
 
 

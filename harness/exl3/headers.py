@@ -103,11 +103,28 @@ def parse_header(shard: str, text: bytes, origin: int) -> dict[str, TensorHeader
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
-        tensors = {name: _tensor(name, shard, entry, origin) for name, entry in entries.items()}
+        tensors = {name: make_header(name, shard, entry, origin) for name, entry in entries.items()}
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{shard} has a damaged header: {error}", _AGAIN) from error
     _check_no_overlap(shard, tensors)
     return tensors
+
+
+def make_header(name: str, shard: str, entry: dict[str, Any], origin: int) -> TensorHeader:
+    """A header entry as safetensors writes it; ValueError where its bytes do not fit its dtype and shape."""
+    begin, end = entry["data_offsets"]
+    header = TensorHeader(
+        name=name,
+        dtype=entry["dtype"],
+        shape=tuple(int(size) for size in entry["shape"]),
+        shard=shard,
+        start=origin + begin,
+        bytes=end - begin,
+    )
+    bits = DTYPES.get(header.dtype, (None, None))[0]
+    if begin < 0 or min(header.shape, default=0) < 0 or (bits and header.elements * bits != header.bytes * 8):
+        raise ValueError(f"{name} is {header.dtype} {list(header.shape)} in {header.bytes} bytes")
+    return header
 
 
 def read_exact(descriptor: int, size: int, start: int, shard: str) -> bytes:
@@ -122,22 +139,6 @@ def read_exact(descriptor: int, size: int, start: int, shard: str) -> bytes:
             more.append(part)
         data = b"".join(more)
     return data
-
-
-def _tensor(name: str, shard: str, entry: dict[str, Any], origin: int) -> TensorHeader:
-    begin, end = entry["data_offsets"]
-    header = TensorHeader(
-        name=name,
-        dtype=entry["dtype"],
-        shape=tuple(int(size) for size in entry["shape"]),
-        shard=shard,
-        start=origin + begin,
-        bytes=end - begin,
-    )
-    bits = DTYPES.get(header.dtype, (None, None))[0]
-    if begin < 0 or min(header.shape, default=0) < 0 or (bits and header.elements * bits != header.bytes * 8):
-        raise ValueError(f"{name} is {header.dtype} {list(header.shape)} in {header.bytes} bytes")
-    return header
 
 
 def _check_no_overlap(shard: str, tensors: dict[str, TensorHeader]) -> None:

@@ -1,0 +1,276 @@
+"""Positions against a tile of the vocabulary: the loops that feed the kernels and keep the states.
+
+Blocks of ordinary numbers go through the fp32 lanes. A block with a NaN or an infinity in it, and the last few columns
+of an odd width, are summed one entry at a time in float64. A row is always walked in the same blocks in the same
+order, whatever the number of threads or rows, so its digits do not depend on its company.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from harness.scoring import kernel as k
+from harness.scoring.state import (
+    AT_C, AT_T, BAD_C, BAD_T, ID_C, ID_T, JOINT, LOST_C, LOST_T, SUM_A, SUM_B, SUM_E, SUM_F, SUM_M, SUM_Q, SUM_S,
+    TIES_C, TIES_T, TOP_C, TOP_T, raise_tops, shift,
+)  # fmt: skip
+
+BLOCK = 1024
+#: A block that holds something special is tried again in pieces of this length.
+PIECE = 64
+TOP = 5
+STRIDE = k.STRIDE
+
+
+@numba.njit(nogil=True)
+def _widen(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
+    bits = out.view(np.uint32)
+    if brain:
+        for i in range(len(half)):
+            bits[i] = np.uint32(half[i]) << np.uint32(16)
+        return
+    for i in range(len(half)):
+        h = np.uint32(half[i])
+        bits[i] = ((h & np.uint32(0x8000)) << np.uint32(16)) | ((h & np.uint32(0x7FFF)) << np.uint32(13))
+    # The two formats' exponents differ by 112 in bias; multiplying also makes subnormal halves right.
+    for i in range(len(half)):
+        out[i] *= np.float32(2.0**112)
+    # What was infinite or NaN became a number from 65536 on, which no half is.
+    for i in range(len(half)):
+        bits[i] |= np.uint32(0x7F800000) * np.uint32(abs(out[i]) >= np.float32(65536.0))
+
+
+def _floats(row: np.ndarray, low: int, high: int, brain: bool, buffer: np.ndarray) -> np.ndarray:
+    """``row[low:high]`` as fp32: a view of fp32, or 16-bit patterns widened into ``buffer``."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_floats, inline="never")
+def _floats_typed(row, low, high, brain, buffer):  # type: ignore[no-untyped-def]
+    if row.dtype == types.float32:
+        return lambda row, low, high, brain, buffer: row[low:high]
+
+    def widened(row, low, high, brain, buffer):  # type: ignore[no-untyped-def]
+        _widen(row[low:high], brain, buffer[: high - low])
+        return buffer[: high - low]
+
+    return widened
+
+
+@numba.njit(nogil=True)
+def _note_tops(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray) -> None:
+    """Record the lowest id, the ties and a common top of maxima that this block reaches."""
+    for i in range(len(t)):
+        top_t, top_c = t[i] == state[TOP_T], c[i] == state[TOP_C]
+        if top_t:
+            state[TIES_T] += 1.0
+            if state[ID_T] < 0.0:
+                state[ID_T] = first_id + i
+        if top_c:
+            state[TIES_C] += 1.0
+            if state[ID_C] < 0.0:
+                state[ID_C] = first_id + i
+        if top_t and top_c:
+            state[JOINT] = 1.0
+
+
+@numba.njit(nogil=True)
+def _lane_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, sums: np.ndarray) -> bool:
+    """Add a block through the fp32 lanes; False, and nothing added, where it holds something special."""
+    for _ in range(2):
+        shift_t, shift_c = np.float32(shift(state[TOP_T])), np.float32(shift(state[TOP_C]))
+        c0 = float(shift_c) - float(shift_t)
+        high = np.float32(c0)
+        k.pair_sums(t, c, len(t), shift_t, shift_c, high, np.float32(c0 - float(high)), sums)
+        if sums[k.MAX_T] == math.inf or sums[k.MAX_C] == math.inf:
+            return False
+        if sums[k.MAX_T] <= state[TOP_T] and sums[k.MAX_C] <= state[TOP_C]:
+            break
+        # Summed with shifts that turn out too low: move the state up and sum the block again.
+        raise_tops(state, max(sums[k.MAX_T], state[TOP_T]), max(sums[k.MAX_C], state[TOP_C]))
+    if not math.isfinite(sums[k.M] + sums[k.A] + sums[k.B] + sums[k.E] + sums[k.F]):
+        return False
+    for i in range(7):
+        state[SUM_S + i] += sums[k.S + i]
+    if sums[k.MAX_T] == state[TOP_T] or sums[k.MAX_C] == state[TOP_C]:
+        _note_tops(t, c, first_id, state)
+    return True
+
+
+@numba.njit(nogil=True)
+def _add_pair(t: float, c: float, p: float, q: float, c0: float, state: np.ndarray) -> None:
+    """Add the entry's share of M, A and B; -inf is a probability of exactly zero."""
+    if t == -math.inf and c == -math.inf:
+        return
+    if t == -math.inf:
+        state[SUM_A] += q
+        state[LOST_C] = max(state[LOST_C], c)
+    elif c == -math.inf:
+        state[SUM_M] -= p
+        state[SUM_B] += p
+        state[LOST_T] = max(state[LOST_T], t)
+    else:
+        d = (c - t) - c0
+        state[SUM_M] += p * d
+        state[SUM_A] += p * (math.expm1(d) - d) if abs(d) < 0.5 else q - p - p * d
+        state[SUM_B] += q * (math.expm1(-d) + d) if abs(d) < 0.5 else p - q + q * d
+
+
+@numba.njit(nogil=True)
+def _careful_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray) -> None:
+    """Add a block one entry at a time in float64, whatever it holds."""
+    top_t, top_c = state[TOP_T], state[TOP_C]
+    for i in range(len(t)):
+        if t[i] < math.inf:
+            top_t = max(top_t, float(t[i]))
+        if c[i] < math.inf:
+            top_c = max(top_c, float(c[i]))
+    if top_t > state[TOP_T] or top_c > state[TOP_C]:
+        raise_tops(state, top_t, top_c)
+    shift_t, shift_c = shift(top_t), shift(top_c)
+    for i in range(len(t)):
+        a, b = float(t[i]), float(c[i])
+        good_t, good_c = a < math.inf, b < math.inf
+        p = math.exp(a - shift_t) if good_t else 0.0
+        q = math.exp(b - shift_c) if good_c else 0.0
+        state[BAD_T] += not good_t
+        state[BAD_C] += not good_c
+        state[SUM_S] += p
+        state[SUM_Q] += q
+        state[SUM_E] += p * (a - shift_t) if p > 0.0 else 0.0
+        state[SUM_F] += q * (b - shift_c) if q > 0.0 else 0.0
+        if good_t and good_c:
+            _add_pair(a, b, p, q, shift_c - shift_t, state)
+    _note_tops(t, c, first_id, state)
+
+
+@numba.njit(nogil=True)
+def _largest(values: np.ndarray) -> float:
+    top = np.float32(-np.inf)
+    for value in values:
+        top = max(top, value)
+    return top
+
+
+@numba.njit(nogil=True)
+def _add_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, sums: np.ndarray) -> None:
+    """Add any block; its maxima are left in ``sums[:2]``."""
+    whole = len(t) - len(t) % STRIDE
+    if whole == len(t) and _lane_block(t, c, first_id, state, sums):
+        return
+    for low in range(0, whole, PIECE):
+        high = min(low + PIECE, whole)
+        if not _lane_block(t[low:high], c[low:high], first_id + low, state, sums):
+            _careful_block(t[low:high], c[low:high], first_id + low, state)
+    if whole < len(t):
+        _careful_block(t[whole:], c[whole:], first_id + whole, state)
+    sums[k.MAX_T], sums[k.MAX_C] = _largest(t), _largest(c)
+
+
+@numba.njit(nogil=True)
+def _gap(t: np.ndarray, c: np.ndarray, shift_t: float, shift_c: float, ratio: float) -> float:
+    """``sum |exp(t - shift_t) - ratio exp(c - shift_c)|`` of a block."""
+    whole = len(t) - len(t) % STRIDE
+    total = 0.0
+    if whole:
+        total = k.gap_sum(t, c, whole, np.float32(shift_t), np.float32(shift_c), np.float32(ratio))
+    for i in range(whole, len(t)):
+        total += abs(math.exp(float(t[i]) - shift_t) - ratio * math.exp(float(c[i]) - shift_c))
+    return total
+
+
+@numba.njit(nogil=True)
+def _top_ids(row: np.ndarray, brain: bool, tops: np.ndarray, buffer: np.ndarray) -> np.ndarray:
+    """Ids of the ``TOP`` largest logits, ties to the lowest id; -1 where the row is shorter.
+
+    They all lie in the ``TOP`` blocks of the largest maxima: every other entry has as many before it.
+    """
+    best = np.full(TOP, -np.inf, np.float32)
+    ids = np.full(TOP, -1)
+    for block in np.sort(np.argsort(-tops, kind="mergesort")[:TOP]):
+        low = block * BLOCK
+        values = _floats(row, low, min(low + BLOCK, len(row)), brain, buffer)
+        for i in range(len(values)):
+            if values[i] > best[TOP - 1] or ids[TOP - 1] < 0:
+                place = TOP - 1
+                while place > 0 and (ids[place - 1] < 0 or values[i] > best[place - 1]):
+                    best[place], ids[place] = best[place - 1], ids[place - 1]
+                    place -= 1
+                best[place], ids[place] = values[i], low + i
+    return ids
+
+
+@numba.njit(nogil=True)
+def _rank(row: np.ndarray, brain: bool, tops: np.ndarray, token: int, buffer: np.ndarray) -> int:
+    """1 + the number of logits above that of ``token``."""
+    at = _floats(row, token, token + 1, brain, buffer)[0]
+    above = 0
+    for block in range(len(tops)):
+        if tops[block] > at:
+            low = block * BLOCK
+            values = _floats(row, low, min(low + BLOCK, len(row)), brain, buffer)
+            for i in range(len(values)):
+                above += values[i] > at
+    return above + 1
+
+
+@numba.njit(nogil=True)
+def _second_pass(
+    t: np.ndarray, c: np.ndarray, brain: np.ndarray, state: np.ndarray, tops: np.ndarray, buffers: np.ndarray
+) -> tuple[float, int, int]:
+    """Total variation, top-5 overlap and rank of one valid row that has all of its vocabulary at hand."""
+    ratio, gap = state[SUM_S] / state[SUM_Q], 0.0
+    for low in range(0, len(t), BLOCK):
+        high = min(low + BLOCK, len(t))
+        a = _floats(t, low, high, brain[0], buffers[0])
+        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), state[TOP_T], state[TOP_C], ratio)
+    ids_t = _top_ids(t, brain[0], tops[0], buffers[0])
+    ids_c = _top_ids(c, brain[1], tops[1], buffers[0])
+    overlap = 0
+    for i in ids_t:
+        for j in ids_c:
+            overlap += i == j and i >= 0
+    return 0.5 * gap / state[SUM_S], overlap, _rank(c, brain[1], tops[1], int(state[ID_T]), buffers[0])
+
+
+@numba.njit(nogil=True, cache=True)
+def score_rows(
+    teacher: np.ndarray,
+    candidate: np.ndarray,
+    brain: np.ndarray,
+    first_id: int,
+    targets: np.ndarray,
+    state: np.ndarray,
+    second: np.ndarray,
+) -> None:
+    """Add a tile ``[n, W]`` of both sides' logits (columns ``first_id ...``) to the states ``[n, SLOTS]``.
+
+    Logits are fp32, or uint16 patterns that ``brain[side]`` says are bf16 (else fp16). ``second`` is empty, or
+    ``[n, 3]`` float64 to receive total variation, top-5 overlap and rank when the tile is the whole vocabulary.
+    """
+    width = teacher.shape[1]
+    buffers, sums = np.empty((2, BLOCK), np.float32), np.empty(9)
+    tops = np.empty((2, (width + BLOCK - 1) // BLOCK), np.float32)
+    for row in range(len(teacher)):
+        for low in range(0, width, BLOCK):
+            high = min(low + BLOCK, width)
+            t = _floats(teacher[row], low, high, brain[0], buffers[0])
+            c = _floats(candidate[row], low, high, brain[1], buffers[1])
+            _add_block(t, c, first_id + low, state[row], sums)
+            tops[0, low // BLOCK], tops[1, low // BLOCK] = sums[k.MAX_T], sums[k.MAX_C]
+        at = targets[row] - first_id
+        if 0 <= at < width:
+            state[row, AT_T] = _floats(teacher[row], at, at + 1, brain[0], buffers[0])[0]
+            state[row, AT_C] = _floats(candidate[row], at, at + 1, brain[1], buffers[1])[0]
+        if len(second):
+            second[row, 0], second[row, 1], second[row, 2] = math.nan, -1, -1
+            bad = state[row, BAD_T] + state[row, BAD_C] > 0
+            if not bad and state[row, TOP_T] > -math.inf and state[row, TOP_C] > -math.inf:
+                second[row, 0], second[row, 1], second[row, 2] = _second_pass(
+                    teacher[row], candidate[row], brain, state[row], tops, buffers
+                )

@@ -266,6 +266,17 @@ def glm5_next(layers: int = 6, experts: int = 8) -> Any:
     return _build(Glm5NextConfig(text_config=text, vision_config=vision), Glm5NextForConditionalGeneration, 7)
 
 
+def llava() -> Any:
+    """A vision tower, a projector and a Llama: checkpoints use other prefixes than the model class."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = LlavaConfig(text_config=LlamaConfig(**_sizes(128, 2, 256)), vision_config=vision, image_token_index=319)
+    return _build(config, LlavaForConditionalGeneration, 8)
+
+
 def split_fused(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The separate linears that EXL3 stores for the fused ones of `phi3` and `glm4` above."""
     for fused, sizes in (("qkv_proj", {"q_proj": 128, "k_proj": 64, "v_proj": 64}), ("gate_up_proj", None)):

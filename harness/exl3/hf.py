@@ -53,10 +53,7 @@ class Exl3Quantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
-            raise CheckpointError(
-                "this checkpoint is not EXL3, so it cannot be loaded as EXL3",
-                "drop quantization_config, or make an EXL3 checkpoint with `fidelity exl3 quantize`",
-            )
+            raise _not_exl3("this checkpoint")
 
     def update_attn_implementation(self, config: Any) -> Any:
         """The one call before transformers looks for files: name a shard, since the index may be stale or absent."""
@@ -69,6 +66,8 @@ class Exl3Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         files = kwargs["checkpoint_files"]
         checkpoint = open_checkpoint(Path(files[0]).parent)
+        if not checkpoint.modules and not checkpoint.tables:
+            raise _not_exl3(Path(files[0]).parent.name)
         # The list is the loader's own: from here on it reads every shard of the folder, later ones override.
         files[:] = [str(shard) for shard in checkpoint.shards]
         model.config.__dict__.pop("transformers_weights", None)
@@ -78,9 +77,9 @@ class Exl3Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._plan is not None
-        for bias in self._plan.biases:
-            bias.fill()
-        self._plan.biases.clear()
+        for late in self._plan.fills:
+            late.fill()
+        self._plan.fills.clear()
         if self.quantization_config.dequantize:
             return self._dequantize(model)
         check_packed(model)
@@ -135,6 +134,12 @@ def load_exl3(
         ) from error
     _check_loaded(folder.name, info)
     return model.eval()
+
+
+def _not_exl3(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} holds no EXL3 tensors", "drop quantization_config, or quantise it with `fidelity exl3 quantize`"
+    )
 
 
 def _own_config(config: Any) -> dict[str, Any]:

@@ -76,15 +76,15 @@ class Names:
             renamed, pattern = rename_source_key(key, [], [], prefix, self.state)
         return renamed, None if pattern is None else self._by_pattern[pattern], pattern or ""
 
-    def targets(self, key: str) -> list[str]:
-        """Every parameter or buffer of the model that the tensor ``key`` fills, alone or with others."""
+    def filled_by(self, key: str) -> tuple[list[str], bool]:
+        """Parameters or buffers of the model that the tensor ``key`` fills, and whether it does so alone."""
         renamed, converter, _ = self.resolve(key)
         if renamed not in self.state:
-            return []
+            return [], False
         if converter is None:
-            return [renamed]
+            return [renamed], True
         first, *others = converter.target_patterns
-        return [renamed, *(renamed.replace(first, other) for other in others)]
+        return [renamed, *(renamed.replace(first, other) for other in others)], False
 
     def path_beside(self, module: str, neighbour: str) -> str:
         """The renamed path of ``module`` in the same part of the model as the existing path ``neighbour``."""

@@ -27,7 +27,7 @@ class PackedTensors(nn.Module):
     """Holds the tensors of one EXL3 linear, named as on disk, in the dtypes they are stored in."""
 
     exl3_name: str
-    exl3_parts: tuple[str, ...]
+    exl3_parts: tuple[str, ...] = ()
     exl3_sizes: tuple[int, int]
 
     def hold(self, name: str, parts: Mapping[str, torch.Tensor], sizes: tuple[int, int]) -> None:
@@ -62,7 +62,7 @@ class PackedTensors(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         self.__dict__.pop("_packed", None)
-        for name in getattr(self, "exl3_parts", ()):
+        for name in self.exl3_parts:
             old, new = before[name], self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
@@ -167,10 +167,9 @@ def make_packed(
     plain = type(module)
     for name in assemblies:
         del module._parameters[name]
-    module.__class__ = _owner_class(plain, tuple(sorted(assemblies)))
+    module.__class__ = _owner_class(plain, tuple(sorted(assemblies)))  # type: ignore[arg-type]
     assert isinstance(module, PackedOwner)
     module.exl3_plain_class, module.exl3_assemblies, module.exl3_guests = plain, assemblies, list(guests)
-    module.__dict__.setdefault("exl3_parts", ())
     # transformers would otherwise draw initial values for the parameters that it does not find.
     module.__dict__["_is_hf_initialized"] = True
     return module
@@ -184,7 +183,7 @@ def make_dense(module: PackedOwner, dtype: torch.dtype | None = None) -> None:
     module.release()
     for host, child in module.exl3_guests:
         host._modules.pop(child, None)
-    module.__class__ = module.exl3_plain_class
+    module.__class__ = module.exl3_plain_class  # type: ignore[assignment]
     for attribute in ("exl3_assemblies", "exl3_guests", "exl3_plain_class", "exl3_name", "exl3_parts", "exl3_sizes"):
         module.__dict__.pop(attribute, None)
     for name, weight in dense.items():

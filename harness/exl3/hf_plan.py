@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers.core_model_loading import dot_natural_key
 
 from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint
 from harness.exl3.hf_names import Names
 from harness.exl3.hf_packed import Assembly, PackedTensors, Piece, make_packed
 from harness.exl3.hf_place import Landed, Place, places
+from harness.exl3.rowwise import GROUP, RowTable, decode_embedding
 
 _WRONG_MODEL = "use the config.json that belongs to these shards, or fetch the missing shard"
 
@@ -54,12 +56,31 @@ class DenseBias:
         self.owner.register_parameter(self.name, nn.Parameter(target))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseTable:
+    """An embedding that the checkpoint stores as a row-wise table; lookups need it dense, so `fill` decodes it."""
+
+    owner: nn.Module
+    table: RowTable
+    weight: torch.Tensor
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        stored = {f"{self.table.name}.{part}": self.owner.get_buffer(part) for part in self.table.parts}
+        device = stored[f"{self.table.name}.trellis"].device
+        for part in self.table.parts:
+            del self.owner._buffers[part]
+        dense = decode_embedding(self.table, lambda key: stored[key].cpu())
+        rows, columns = self.weight.shape
+        self.owner.register_parameter("weight", nn.Parameter(dense[:rows, :columns].to(device, self.weight.dtype)))
+
+
 @dataclass(slots=True)
 class Plan:
-    """A fitted model: biases to fill after loading, and the accounting."""
+    """A fitted model: what to fill after loading, and the accounting."""
 
     accounting: Accounting = field(default_factory=Accounting)
-    biases: list[DenseBias] = field(default_factory=list)
+    fills: list[DenseBias | DenseTable] = field(default_factory=list)
 
 
 def fit(model: Any, checkpoint: Checkpoint) -> Plan:
@@ -73,17 +94,20 @@ def fit(model: Any, checkpoint: Checkpoint) -> Plan:
     fitting = _Fitting(model, names)
     for owner, parameters in _by_owner(names, checkpoint).items():
         fitting.pack(owner, parameters)
+    for table in checkpoint.tables.values():
+        fitting.table(table)
     _account(model, checkpoint, fitting.plan.accounting)
+    checkpoint.account(fitting.plan.accounting.used, fitting.plan.accounting.skipped)
     return fitting.plan
 
 
 def untie_head(model: Any, names: Names, checkpoint: Checkpoint) -> None:
     """A head that the checkpoint stores is not the embedding, whatever ``tie_word_embeddings`` says."""
-    stored = [f"{name}.weight" for name in checkpoint.modules] + [
-        name for name in checkpoint.plain if name.endswith(".weight")
-    ]
     tied = model.all_tied_weights_keys
-    own = {target for name in stored if "head" in name for target in names.targets(name) if target in tied}
+    leaves = {target.rsplit(".", 2)[-2] for target in tied if target.endswith(".weight")}
+    modules = [*checkpoint.modules, *checkpoint.tables, *(key.removesuffix(".weight") for key in checkpoint.plain)]
+    stored = [module for module in modules if module.rpartition(".")[2] in leaves]
+    own = {target for module in stored for target in names.filled_by(f"{module}.weight")[0] if target in tied}
     for target in own:
         tied.pop(target)
     if own:
@@ -95,7 +119,8 @@ def _by_owner(names: Names, checkpoint: Checkpoint) -> dict[str, dict[str, list[
     """Packed linears by the module and the parameter they belong to."""
     slices = Counter(name.rpartition(".slice.")[0] for name in checkpoint.modules if ".slice." in name)
     owners: dict[str, dict[str, list[Landed]]] = defaultdict(lambda: defaultdict(list))
-    for name, module in checkpoint.modules.items():
+    for name in sorted(checkpoint.modules, key=dot_natural_key):
+        module = checkpoint.modules[name]
         landings = names.landings(name, slices)
         if not landings and names.skip_rule(f"{name}.trellis") is None:
             raise CheckpointError(
@@ -124,7 +149,8 @@ class _Fitting:
             pieces, holders = [], []
             for place in found:
                 if self._is_own(path, leaf, landed):
-                    own, holder = place, owner
+                    # It becomes a PackedTensors below, once all its parameters are known.
+                    own, holder = place, cast(PackedTensors, owner)
                 else:
                     holder, guest = self._guest(place, path)
                     guests.append(guest)
@@ -135,6 +161,29 @@ class _Fitting:
         packed = make_packed(owner, assemblies, guests)
         if own is not None:
             packed.hold(own.module.name, own.module.meta_parts(), (own.in_features, own.out_features))
+
+    def table(self, table: RowTable) -> None:
+        """Let the embedding load the parts of a row-wise table."""
+        param = self.names.resolve(f"{table.name}.weight")[0]
+        if param not in self.names.state:
+            if self.names.skip_rule(f"{table.name}.trellis") is None:
+                raise CheckpointError(f"{table.name} is a row-wise table that the model does not have", _WRONG_MODEL)
+            return
+        weight, owner = self.names.state[param], self.model.get_submodule(param.removesuffix(".weight"))
+        trellis, signs, bits = table.parts["trellis"], table.parts["signs"], table.bits
+        if trellis.shape[0] < len(weight) or not 0 <= signs.shape[0] * GROUP - weight.shape[1] < GROUP:
+            raise CheckpointError(
+                f"{table.name}: a {bits}-bit table of {trellis.shape[0]} rows of {signs.shape[0] * GROUP} does not "
+                f"hold {list(weight.shape)}",
+                _WRONG_MODEL,
+            )
+        if param in self.model.all_tied_weights_keys.values():
+            raise CheckpointError(f"{table.name} is a row-wise table and the head has no tensor", _WRONG_MODEL)
+        del owner._parameters["weight"]
+        for part, header in table.parts.items():
+            owner.register_buffer(part, torch.empty(header.shape, dtype=header.torch_dtype, device="meta"))
+        owner.__dict__["_is_hf_initialized"] = True
+        self.plan.fills.append(DenseTable(owner=owner, table=table, weight=weight))
 
     def _is_own(self, path: str, leaf: str, landed: Sequence[Landed]) -> bool:
         """Whether the tensors carry the very name of the module: then they lie on it, not beside it."""
@@ -160,14 +209,14 @@ class _Fitting:
         first = biased[0][1]
         if bias is None or len(biased) != len(holders) or first.columns != slice(None):
             raise CheckpointError(f"{first.module.name} has a bias, and the model has no place for it", _WRONG_MODEL)
-        self.plan.biases.append(DenseBias(owner=owner, name=name, shape=tuple(bias.shape), pieces=biased))
+        self.plan.fills.append(DenseBias(owner=owner, name=name, shape=tuple(bias.shape), pieces=biased))
         del owner._parameters[name]
         for holder, place in biased:
             stored = torch.empty(place.module.padded_out, dtype=bias.dtype, device="meta")
             holder.register_parameter("bias", nn.Parameter(stored))
 
 
-def _piece(holder: nn.Module, place: Place) -> Piece:
+def _piece(holder: PackedTensors, place: Place) -> Piece:
     return Piece(
         source=holder,
         rows=place.rows,
@@ -197,20 +246,14 @@ def _account(model: Any, checkpoint: Checkpoint, accounting: Accounting) -> None
     """Follow every tensor name the way the loader will; refuse what it would drop, or leave at random values."""
     names = Names(model)
     filled: dict[str, str] = {}
-    for key, header in checkpoint.tensors.items():
-        targets = names.targets(key)
+    for key in sorted(checkpoint.tensors, key=dot_natural_key):
+        targets, alone = names.filled_by(key)
         if not targets:
-            rule = names.skip_rule(key)
-            if rule is None:
-                raise CheckpointError(
-                    f"{key}: {type(model).__name__} has no place for this tensor and no rule to skip it",
-                    _WRONG_MODEL + "; if it is a new part of the format, report it",
-                )
-            accounting.skipped[key] = rule
+            accounting.skipped[key] = _rule(names, key)
             continue
         accounting.used.append(key)
-        if names.resolve(key)[1] is None:
-            _check_shape(key, header.shape, names.state[targets[0]])
+        if alone:
+            _check_alone(key, checkpoint.tensors[key].shape, targets[0], names, filled)
         filled.update(dict.fromkeys(targets, key))
     unfilled = sorted(set(names.state) - set(filled) - _tied_to(model, filled))
     if unfilled:
@@ -220,9 +263,23 @@ def _account(model: Any, checkpoint: Checkpoint, accounting: Accounting) -> None
         )
 
 
-def _check_shape(key: str, shape: Sequence[int], wanted: torch.Tensor) -> None:
-    if tuple(shape) != tuple(wanted.shape):
-        raise CheckpointError(f"{key} is {list(shape)}, the model wants {list(wanted.shape)}", _WRONG_MODEL)
+def _rule(names: Names, key: str) -> str:
+    rule = names.skip_rule(key)
+    if rule is None:
+        raise CheckpointError(
+            f"{key}: {type(names.model).__name__} has no place for this tensor and no rule to skip it",
+            _WRONG_MODEL + "; if it is a new part of the format, report it",
+        )
+    return rule
+
+
+def _check_alone(key: str, shape: Sequence[int], target: str, names: Names, filled: Mapping[str, str]) -> None:
+    """A tensor that fills one parameter by itself has its shape, and no rival."""
+    wanted = tuple(names.state[target].shape)
+    if tuple(shape) != wanted:
+        raise CheckpointError(f"{key} is {list(shape)}, the model wants {list(wanted)}", _WRONG_MODEL)
+    if target in filled:
+        raise CheckpointError(f"{key} and {filled[target]} are both {target}", "ask the maker which one counts")
 
 
 def _tied_to(model: Any, filled: Mapping[str, str]) -> set[str]:

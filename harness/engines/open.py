@@ -12,7 +12,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 def digests_of(located: ModelFolder) -> tuple[str, str]:
     """Content digests of the weights and of the tokenizer (``absent`` where the folder has none)."""
-    from harness.exl3.checkpoint import weights_digest
+    from harness.exl3.weights import weights_digest
     from harness.panel import tokenizer_digest
 
     has_tokenizer = any(

@@ -17,6 +17,7 @@ from harness.registration.seal import (
     register,
     registration_block,
     sealed_registration,
+    with_registration,
 )
 
 __all__ = [
@@ -39,4 +40,5 @@ __all__ = [
     "registration_block",
     "sealed_registration",
     "task_deviations",
+    "with_registration",
 ]

@@ -27,7 +27,6 @@ class Analysis:
     confidence: float
     resamples: int
     seed: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

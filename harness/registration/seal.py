@@ -10,6 +10,8 @@ from typing import Any
 
 from harness.errors import PanelError, UsageError
 from harness.panel.seal import LOCK_FILE, find_seal, list_seals
+from harness.receipt import Measurement
+from harness.registration.deviations import deviations
 from harness.registration.model import FILE, Registration, load_registration
 from harness.store import folder_lock, write_json
 
@@ -86,8 +88,17 @@ def sealed_registration(folder: Path) -> Registration | None:
     return registration
 
 
+def with_registration(measurement: Measurement, folder: Path) -> Measurement:
+    """The measurement with what its panel's sealed registration says, and how it departs from it."""
+    block = registration_block(folder)
+    if block is None:
+        return measurement
+    departed = deviations(Registration.model_validate(block["content"]), measurement)
+    return measurement.model_copy(update={"registration": block | {"deviations": departed}})
+
+
 def registration_block(folder: Path) -> dict[str, Any] | None:
-    """What a measurement carries of the sealed registration: digest, content, and the commit; None without one."""
+    """Digest and content of the sealed registration of the panel in ``folder``, and its commit; None without one."""
     registration = sealed_registration(folder)
     if registration is None:
         return None

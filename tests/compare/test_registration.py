@@ -198,7 +198,7 @@ def test_another_analysis_is_a_deviation(panel: Path) -> None:
         primary="kl_mean", unit="row", interval="t", confidence=0.95, resamples=10_000, seed=plan.seed, rows=3
     )
     assert analysis_deviations(plan, as_planned) == []
-    other = Analysis(primary="tv_mean", unit="row", interval="t", confidence=0.9, resamples=10_000, seed=1, rows=3)
+    other = Analysis(primary="tv_mean", unit="row", interval="t", confidence=0.9, resamples=10_000, seed=1)
     assert analysis_deviations(plan, other) == [
         "primary metric tv_mean, registered is kl_mean",
         "confidence 0.9, registered is 0.95",

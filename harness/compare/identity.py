@@ -1,0 +1,96 @@
+"""Which measurements belong in one comparison: same panel, teacher, lane, estimator and scoring, or a refusal with both
+values. Differences of the candidates themselves are what is compared; those of their engines are said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.compare.load import Arm
+from harness.errors import IncomparableError
+from harness.receipt import Measurement
+
+#: Scoring facts that may differ between candidates: they describe the candidate, not the score.
+OF_THE_CANDIDATE = {"heads_equal"}
+#: Fields of a candidate's engine that can move a number without being the quant itself.
+ENGINE_FIELDS = ("engine", "version", "compute_dtype", "device")
+
+
+def require_comparable(arms: Sequence[Arm]) -> None:
+    """Refuse the first arm that does not belong beside the first.
+
+    Raises:
+        IncomparableError: with the name and both values of what differs, and the repair.
+    """
+    base = arms[0]
+    for arm in arms[1:]:
+        for what, ours, theirs, repair in _facts(base.measurement, arm.measurement):
+            if ours != theirs:
+                raise IncomparableError(
+                    f"{base.name} and {arm.name} do not have the same {what}: {_shown(ours)} and {_shown(theirs)}",
+                    repair,
+                )
+
+
+def _facts(a: Measurement, b: Measurement) -> list[tuple[str, Any, Any, str]]:
+    """What must be equal, in the order in which a user wants to hear of it."""
+    panel = "measure both on one panel"
+    teacher = "measure both against one capture of one teacher"
+    facts: list[tuple[str, Any, Any, str]] = [
+        ("panel", a.panel.sha256, b.panel.sha256, panel),
+        ("tokenizer", a.panel.tokenizer_sha256, b.panel.tokenizer_sha256, panel),
+        ("unit of resampling", a.panel.unit, b.panel.unit, panel),
+        ("estimator", a.estimator, b.estimator, "a lower bound and an exact value never stand in one table"),
+        ("lane", a.lane, b.lane, "measure both through the same kind of engine"),
+        ("direction", a.direction, b.direction, "measure again with this version"),
+    ]
+    for field in ("weights_sha256", "head_sha256", "tokenizer_sha256", "weights_dtype", "compute_dtype", "engine"):
+        facts.append((f"teacher ({field})", getattr(a.teacher, field), getattr(b.teacher, field), teacher))
+    if a.rows_measured == b.rows_measured:
+        # A capture's digest covers the rows measured, so it says nothing about a partial run beside a whole one.
+        facts.append(("teacher capture", a.teacher.capture_sha256, b.teacher.capture_sha256, teacher))
+    names = sorted((set(a.scoring) | set(b.scoring)) - OF_THE_CANDIDATE)
+    facts += [
+        (f"scoring ({n})", a.scoring.get(n), b.scoring.get(n), "measure both with the same settings") for n in names
+    ]
+    return facts
+
+
+def _shown(value: object) -> str:
+    """A digest cut to what tells two apart; other values whole."""
+    text = str(value)
+    return text[:16] if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else repr(value)
+
+
+def identity_notes(arms: Sequence[Arm]) -> list[str]:
+    """What differs between comparable arms and may have moved a number."""
+    notes = []
+    base = arms[0]
+    for arm in arms[1:]:
+        a, b = base.measurement, arm.measurement
+        differing = [f for f in ENGINE_FIELDS if getattr(a.candidate, f) != getattr(b.candidate, f)]
+        settings = sorted(
+            key
+            for key in set(a.candidate.settings) | set(b.candidate.settings)
+            if a.candidate.settings.get(key) != b.candidate.settings.get(key)
+        )
+        for field in differing:
+            left, right = getattr(a.candidate, field), getattr(b.candidate, field)
+            notes.append(
+                f"{base.name} and {arm.name} ran with another {field} ({left} and {right}): part of the difference"
+            )
+        for key in settings:
+            left, right = a.candidate.settings.get(key), b.candidate.settings.get(key)
+            notes.append(
+                f"{base.name} and {arm.name} ran with another {key} ({left} and {right}): part of the difference"
+            )
+        if a.environment != b.environment:
+            names = [k for k in a.environment if a.environment[k] != b.environment.get(k)]
+            notes.append(f"{base.name} and {arm.name} were measured under other versions ({', '.join(sorted(names))})")
+        if a.teacher.revision != b.teacher.revision:
+            notes.append(
+                f"the teacher's revision is named {a.teacher.revision} and {b.teacher.revision}; its contents are equal"
+            )
+        if a.key == b.key:
+            notes.append(f"{base.name} and {arm.name} are the same measurement")
+    return notes

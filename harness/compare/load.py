@@ -1,0 +1,107 @@
+"""Reading the arms of a comparison: the receipt, its positions where there are any, and when it was run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.digest import file_digest
+from harness.errors import IncomparableError, Refused
+from harness.receipt import Measurement, load_measurement
+from harness.types import SCORE_DTYPES
+
+KEYS = ("row", "position", "target")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One measurement; ``columns`` are sorted by row and position, None where only row means exist."""
+
+    name: str
+    measurement: Measurement
+    columns: dict[str, np.ndarray] | None
+    started: str | None
+
+
+def load_arms(paths: Sequence[Path]) -> list[Arm]:
+    """Read run folders in order and give each arm a name of its own."""
+    if len(paths) < 2:
+        raise Refused("a comparison needs two measurements or more", "name at least two run folders")
+    arms = [load_arm(path) for path in paths]
+    named: list[Arm] = []
+    for arm in arms:
+        taken = {other.name for other in named}
+        name, number = arm.name, 2
+        while name in taken:
+            name, number = f"{arm.name} ({number})", number + 1
+        named.append(replace(arm, name=name))
+    return named
+
+
+def load_arm(path: Path) -> Arm:
+    """Read one run folder.
+
+    Raises:
+        Refused: a file is missing or unreadable.
+        IncomparableError: positions.parquet is not the one the receipt was made from, or holds a position twice.
+    """
+    measurement = load_measurement(path)
+    folder = path if path.is_dir() else path.parent
+    if [r.row for r in measurement.per_row] != sorted({r.row for r in measurement.per_row}):
+        raise IncomparableError(f"{folder.name}: a row is listed twice, or out of order", "measure again")
+    return Arm(
+        name=measurement.name,
+        measurement=measurement,
+        columns=None if measurement.row_level_only else _positions(folder, measurement),
+        started=_started(folder),
+    )
+
+
+def _positions(folder: Path, measurement: Measurement) -> dict[str, np.ndarray]:
+    file = folder / "positions.parquet"
+    if not file.is_file():
+        raise Refused(f"{folder.name} has no positions.parquet", "copy it beside measurement.json, or measure again")
+    if file_digest(file) != measurement.positions_sha256:
+        raise IncomparableError(
+            f"{folder.name}/positions.parquet is not what its measurement.json was made from", "measure again"
+        )
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        problem = str(error).splitlines()[0]
+        raise Refused(f"{folder.name}/positions.parquet cannot be read: {problem}", "measure again") from error
+    missing = [name for name in (*KEYS, *SCORE_DTYPES) if name not in table.column_names]
+    if missing:
+        raise Refused(f"{folder.name}/positions.parquet lacks {', '.join(missing)}", "measure again")
+    columns = {name: table[name].to_numpy() for name in (*KEYS, *SCORE_DTYPES)}
+    order = np.lexsort((columns["position"], columns["row"]))
+    columns = {name: values[order] for name, values in columns.items()}
+    _refuse_doubles(folder.name, columns)
+    return columns
+
+
+def _refuse_doubles(name: str, columns: dict[str, np.ndarray]) -> None:
+    same = (np.diff(columns["row"]) == 0) & (np.diff(columns["position"]) == 0)
+    if same.any():
+        at = int(np.flatnonzero(same)[0])
+        raise IncomparableError(
+            f"{name}: row {columns['row'][at]}, position {columns['position'][at]} is there twice", "measure again"
+        )
+
+
+def _started(folder: Path) -> str | None:
+    """When the run began, from run.json; None where that file is not there or says nothing."""
+    file = folder / "run.json"
+    if not file.is_file():
+        return None
+    try:
+        started = json.loads(file.read_text(encoding="utf-8")).get("started")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+        return None
+    return started if isinstance(started, str) else None

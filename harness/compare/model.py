@@ -1,0 +1,332 @@
+"""comparison.json: two or more measurements on one panel, paired. No path, host or time of its own in it.
+
+The first arm is the baseline; every difference is *other minus baseline*.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import Refused
+from harness.receipt import PanelIdentity, SideIdentity
+from harness.stats import Estimate, Verdict
+from harness.store import write_json
+
+FILE = "comparison.json"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Figure(Strict):
+    """A number with its interval; both ends are None where none exists, and ``note`` says why."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+    method: str
+    confidence: float
+    unit: str
+    n: int
+    note: str = ""
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Figure:
+        """The record of an estimate."""
+        return cls(**{name: getattr(estimate, name) for name in cls.model_fields})
+
+
+class Largest(Strict):
+    """The largest KL and where it is. A maximum has no interval and grows with ``positions``."""
+
+    value: float
+    positions: int
+    row: int | None = None
+    position: int | None = None
+    token: int | None = None
+
+
+class Share(Strict):
+    """How much the heaviest row decides: its share of the sum, and the mean when any one row is left out."""
+
+    row: int
+    share: float
+    leave_one_out_low: float
+    leave_one_out_high: float
+    driven_by_one: bool
+
+
+class Trend(Strict):
+    """Mean KL of the last tenth of the positions against the first; ``rising`` flags a fault that grows with length."""
+
+    first: float
+    last: float
+    difference: Figure
+    rising: bool
+
+
+class Flips(Strict):
+    """Positions at which the teacher's most likely token is the true one, and what the candidate makes of them."""
+
+    teacher_right: int
+    candidate_right: int
+    right_to_wrong: int
+    wrong_to_right: int
+
+
+class ArmResult(Strict):
+    """One measurement on the common positions. ``published`` holds values known only from its own summary."""
+
+    name: str
+    key: str
+    label: str
+    candidate: SideIdentity
+    positions_sha256: str
+    metrics: dict[str, Figure]
+    ppl_token: Figure
+    quantiles: dict[str, Figure]
+    largest: Largest | None
+    share: Share | None
+    trend: Trend | None
+    flips: Flips | None
+    nonfinite: int
+    infinite: int
+    at_floor: bool | None
+    published: dict[str, float]
+    notes: list[str]
+
+
+class Reference(Strict):
+    """A floor or an anchor: a measured row beside the arms, never ranked."""
+
+    kind: Literal["floor", "anchor"]
+    name: str
+    key: str
+    kl: Figure
+    top1_agreement: float
+    nll_candidate: float
+
+
+class Signs(Strict):
+    """On how many contexts the difference points which way; the exact interval and p are over units that are not tied.
+
+    It describes typical contexts, never the mean.
+    """
+
+    rows_lower: int
+    rows_higher: int
+    rows_tied: int
+    units_lower: int
+    units_higher: int
+    units_tied: int
+    share_lower_low: float | None
+    share_lower_high: float | None
+    p: float
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.rows_lower + self.rows_higher + self.rows_tied
+
+
+class Resolution(Strict):
+    """What this panel could show: the smallest difference with 80 % power, and units for a tenth of the baseline."""
+
+    deviation: float | None
+    detectable: float | None
+    detectable_relative: float | None
+    units_for_a_tenth: int | None
+
+
+class Difference(Strict):
+    """One metric, other minus baseline, on the same positions of both."""
+
+    metric: str
+    label: str
+    unit: str
+    role: Literal["primary", "secondary", "other"]
+    lower_is_better: bool | None
+    baseline: float
+    other: float
+    positions: int
+    excluded: int
+    difference: Figure
+    bootstrap: Figure
+    band: Figure | None
+    pooled_ratio: Figure | None
+    row_ratio: Figure | None
+    margin: float | None
+    margin_source: str
+    verdict: Verdict
+    reason: str
+    p: float | None
+    p_holm: float | None
+    p_equivalence: float | None
+    non_inferior: bool | None
+    signs: Signs
+    share: Share | None
+    resolution: Resolution
+
+
+class RowDifference(Strict):
+    """One row; ``low`` and ``high`` speak of this context's text only (moving blocks of its positions)."""
+
+    row: int
+    document: str
+    domain: str
+    positions: int
+    baseline: float
+    other: float
+    difference: float
+    low: float | None
+    high: float | None
+    top1_difference: float
+    nll_difference: float
+
+
+class Slice(Strict):
+    """Mean KL of both arms on a part of the positions."""
+
+    label: str
+    positions: int
+    units: int
+    baseline: float
+    other: float
+    difference: Figure
+    p: float | None
+    p_holm: float | None
+    top1_difference: float
+
+
+class TopFlips(Strict):
+    """Agreement with the teacher's most likely token, position by position."""
+
+    both: int
+    baseline_only: int
+    other_only: int
+    neither: int
+
+
+class Pair(Strict):
+    """One candidate against the baseline. ``sentence`` is for a card; ``differences`` begins with the primary one."""
+
+    baseline: str
+    other: str
+    sentence: str
+    differences: list[Difference]
+    ppl_ratio: Figure
+    rows: list[RowDifference]
+    domains: list[Slice]
+    deciles: list[Slice]
+    confidence: list[Slice]
+    flips: TopFlips | None
+
+    @property
+    def primary(self) -> Difference:
+        """The primary metric's difference."""
+        return self.differences[0]
+
+
+class Position(Strict):
+    """One position with a large KL. ``context`` holds the ids before the target; texts need a tokenizer."""
+
+    row: int
+    position: int
+    document: str
+    domain: str
+    kl: dict[str, float]
+    nll: dict[str, float]
+    nll_teacher: float
+    p_top1_teacher: float
+    target: int
+    top1_teacher: int
+    top1: dict[str, int]
+    context: list[int]
+    texts: dict[str, str] | None = None
+
+
+class Settings(Strict):
+    """How intervals were made; fixed by the registration where there is one."""
+
+    unit: str
+    units: int
+    interval: str
+    confidence: float
+    resamples: int
+    seed: int
+
+
+class PairedOn(Strict):
+    """What both sides have in common, and what was left out of both."""
+
+    basis: Literal["positions", "rows"]
+    rows: list[int]
+    positions: int
+    excluded_nonfinite: int
+    rows_left_out: list[int]
+    rows_excluded_by_registration: list[int]
+
+
+class Registered(Strict):
+    sha256: str
+    commit: str | None
+    committed: str | None
+    lead_time: str | None
+
+
+class BarOutcome(Strict):
+    arm: str
+    name: str
+    statement: str
+    value: float | None
+    threshold: float | None
+    met: bool | None
+
+
+class Comparison(Strict):
+    format: Literal["exl3-fidelity/comparison/1"] = "exl3-fidelity/comparison/1"
+    key: str
+    status: Literal["registered", "exploratory"]
+    registration: Registered | None
+    estimator: Literal["exact", "lower_bound"]
+    lane: Literal["weights", "served"]
+    direction: str
+    panel: PanelIdentity
+    teacher: SideIdentity
+    scoring: dict[str, Any]
+    settings: Settings
+    paired_on: PairedOn
+    arms: list[ArmResult]
+    references: list[Reference]
+    pairs: list[Pair]
+    worst: list[Position]
+    bars: list[BarOutcome]
+    deviations: list[str]
+    warnings: list[str] = Field(default_factory=list)
+
+    @property
+    def kl_name(self) -> str:
+        """``KL mean``, or ``KL lower bound, mean``: an estimate is never shown without its kind."""
+        return "KL mean" if self.estimator == "exact" else "KL lower bound, mean"
+
+
+def save_comparison(folder: Path, comparison: Comparison) -> None:
+    """Write comparison.json."""
+    write_json(folder / FILE, comparison.model_dump())
+
+
+def load_comparison(path: Path) -> Comparison:
+    """Read comparison.json from its folder or from the file itself."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        return Comparison.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise Refused(f"{file.name} is not in {path.name}", "name a folder that `fidelity compare` wrote") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise Refused(f"{path.name}/{FILE} cannot be read: {first}", "compare again") from error

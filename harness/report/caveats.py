@@ -5,7 +5,10 @@ The words "lower bound" and "at least" appear only where the estimator is one.
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.receipt import Measurement
+from harness.registration import Registration, deviations, lead_time
 from harness.report.numbers import count, number, percent
 
 #: A mean that one row carries to more than this share is said to be driven by it.
@@ -28,18 +31,29 @@ def floor_text(floor: float | None, lane: str) -> str:
     return f"Floor of the {lane} lane (the teacher against itself): {number(floor)} nats."
 
 
-def registration_text(m: Measurement) -> str:
-    """Whether the question was asked before the measurement, and what departs from it."""
+def registration_text(m: Measurement, started: str | None = None) -> str:
+    """Whether the question was asked before the measurement, how long before, and what departs from it."""
     sealed = m.panel.registration_sha256
     if sealed is None:
         return "Exploratory: the panel has no registration, so nothing was fixed in advance."
-    deviations = (m.registration or {}).get("deviations") or []
-    departed = "; ".join(str(line) for line in deviations)
-    text = f"Registered in advance (registration SHA-256 `{sealed}`)"
-    return f"{text}; **deviations: {departed}**." if departed else f"{text}; no deviations."
+    text = f"Registered in advance (registration SHA-256 `{sealed}`{_commit_text(m.registration or {}, started)})"
+    if m.registration is None:
+        return f"{text}; its content is not in this receipt, so deviations could not be looked for."
+    departed = deviations(Registration.model_validate(m.registration["content"]), m)
+    return f"{text}; **deviations: {'; '.join(departed)}**." if departed else f"{text}; no deviations."
 
 
-def how_measured(m: Measurement, floor: float | None = None) -> list[str]:
+def _commit_text(block: dict[str, Any], started: str | None) -> str:
+    """``, commit 0123abcd of 2026-09-01, 3 d before the run``, as far as it is known."""
+    if not block.get("commit"):
+        return ""
+    text = f", commit `{str(block['commit'])[:12]}` of {block['committed']}"
+    if block.get("changed_since_commit"):
+        text += ", **changed since that commit**"
+    return text + (f", {lead_time(str(block['committed']), started)}" if started else "")
+
+
+def how_measured(m: Measurement, floor: float | None = None, started: str | None = None) -> list[str]:
     """The how-measured paragraph, sentence by sentence."""
     t, c = m.teacher, m.candidate
     return [
@@ -54,7 +68,7 @@ def how_measured(m: Measurement, floor: float | None = None) -> list[str]:
         f"engine {c.engine} {c.version}.",
         f"Intervals resample {m.panel.unit}s, never positions.",
         floor_text(floor, m.lane),
-        registration_text(m),
+        registration_text(m, started),
     ]
 
 

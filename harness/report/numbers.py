@@ -30,7 +30,7 @@ def supported_decimals(low: float | None, high: float | None) -> int | None:
 
 
 def number(value: float | None, decimals: int | None = None) -> str:
-    """One number; without ``decimals`` four significant digits.
+    """One number; without ``decimals`` four significant digits, three below 0.1.
 
     Non-finite values keep their names, and a value that would round to zero is written in powers of ten.
     """
@@ -42,7 +42,7 @@ def number(value: float | None, decimals: int | None = None) -> str:
     if value == 0:
         return "0"
     if decimals is None:
-        return _significant(value, 4)
+        return _significant(value, 4 if abs(value) >= 0.1 else 3)
     text = f"{value:.{decimals}f}"
     return _significant(value, 2) if float(text) == 0 else text
 

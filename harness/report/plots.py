@@ -296,11 +296,14 @@ def write_pictures(
 ) -> list[Picture]:
     """Draw all pictures into ``folder/pictures``; the first of ``kinds`` is the one that reports show."""
     suffix = "" if theme is LIGHT else f"-{theme.name}"
-    pictures = []
-    for name, draw, title, caption in PICTURES:
+    for name, draw, _, _ in PICTURES:
         with style.drawing(theme):
             figure = draw(frame, measurement, theme)
             for kind in kinds:
                 style.save(figure, folder / "pictures" / f"{name}{suffix}.{kind}")
-        pictures.append(Picture(file=f"pictures/{name}{suffix}.{kinds[0]}", title=title, caption=caption))
-    return pictures
+    return pictures_of(suffix=f"{suffix}.{kinds[0]}")
+
+
+def pictures_of(*, suffix: str = ".png") -> list[Picture]:
+    """The pictures that a report links, whether they are drawn yet or not."""
+    return [Picture(file=f"pictures/{name}{suffix}", title=title, caption=text) for name, _, title, text in PICTURES]

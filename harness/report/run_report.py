@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,24 @@ def write_report(folder: Path) -> Path:
     """Write report.md and its pictures into a run folder; returns the report's path."""
     measurement, frame = load_measurement(folder), tables.load_positions(folder)
     pictures = write_pictures(folder, frame, measurement)
-    write_text(folder / "report.md", report_text(measurement, frame, pictures))
+    write_text(folder / "report.md", report_text(measurement, frame, pictures, started=started(folder)))
     return folder / "report.md"
 
 
-def report_text(measurement: Measurement, frame: pd.DataFrame, pictures: list[Picture]) -> str:
+def started(folder: Path) -> str | None:
+    """When the run began (ISO 8601), from run.json; None where that is not known."""
+    file = folder / "run.json"
+    return json.loads(file.read_text()).get("started") if file.is_file() else None
+
+
+def report_text(
+    measurement: Measurement, frame: pd.DataFrame, pictures: list[Picture], *, started: str | None = None
+) -> str:
     """The Markdown of report.md."""
-    return render("report.md.j2", **context(measurement, frame), pictures=pictures)
+    return render("report.md.j2", **context(measurement, frame, started), pictures=pictures)
 
 
-def context(measurement: Measurement, frame: pd.DataFrame) -> dict[str, Any]:
+def context(measurement: Measurement, frame: pd.DataFrame, started: str | None = None) -> dict[str, Any]:
     """All that the templates show of one measurement."""
     units, unit = tables.units_of(frame, measurement), measurement.panel.unit
     return {
@@ -60,7 +69,7 @@ def context(measurement: Measurement, frame: pd.DataFrame) -> dict[str, Any]:
         "confidence": tables.by_confidence(frame, units, unit),
         "worst": worst_positions(frame),
         "identity": identity_lines(measurement),
-        "how": caveats.how_measured(measurement),
+        "how": caveats.how_measured(measurement, started=started),
         "cannot": caveats.cannot_tell(measurement, tables.top_row_share(frame)),
     }
 
@@ -110,7 +119,7 @@ def interval_text(interval: Interval | None, m: Measurement) -> str:
         return f"{bracket(interval)} ({level}, {interval.method}, {interval.n} {interval.unit}s)"
     if m.rows_measured < 2:
         return f"none: one {m.panel.unit} only"
-    return "none: not every position is finite" if not np.isfinite(m.summary["kl_mean"]) else "none"
+    return "none: not every position is finite" if not np.isfinite(float(m.summary["kl_mean"])) else "none"
 
 
 def _ends(e: Estimate) -> str:
@@ -153,8 +162,9 @@ def _quantile_lines(m: Measurement, quantiles: dict[str, Estimate]) -> list[Line
 
 def max_line(m: Measurement) -> Line:
     """The maximum with its place and N: never with an interval, since it only grows with N."""
-    at = m.summary["kl_max_at"]
-    place = f"row {at['row']}, position {at['position']}, of {count(m.positions)} positions"
+    place = f"of {count(m.positions)} positions"
+    if at := m.summary.get("kl_max_at"):
+        place = f"row {at['row']}, position {at['position']}, {place}"
     return Line(name=kl_name(m, "max"), value=number(m.summary["kl_max"]), interval=f"at {place}; a maximum has none")
 
 

@@ -24,8 +24,9 @@ def measurement_table(measurement: Measurement) -> Table:
     table.add_row("top-1 agreement", percent(s["top1_agreement"]))
     table.add_row("KL mean, 95 % interval", with_interval(s["kl_mean"], m.intervals.get("kl_mean")))
     table.add_row("KL p50 / p95 / p99", " / ".join(number(s[f"kl_{name}"]) for name in ("p50", "p95", "p99")))
-    at = s["kl_max_at"]
-    table.add_row("KL max", f"{number(s['kl_max'])} (row {at['row']}, position {at['position']})")
+    at = s.get("kl_max_at")
+    place = f" (row {at['row']}, position {at['position']})" if at else ""
+    table.add_row("KL max", f"{number(s['kl_max'])}{place}")
     table.add_row("NLL teacher / candidate", f"{number(s['nll_teacher'])} / {number(s['nll_candidate'])}")
     ppl = f"{number(s['ppl_token_teacher'])} / {number(s['ppl_token_candidate'])}"
     table.add_row("ppl_token teacher / candidate", ppl, end_section=True)

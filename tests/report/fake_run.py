@@ -12,14 +12,13 @@ from harness import summary
 from harness.digest import file_digest
 from harness.receipt import (
     Check,
-    Interval,
     Measurement,
     PanelIdentity,
     RowSummary,
     SideIdentity,
     save_measurement,
 )
-from harness.stats import group_totals, mean_kl_interval
+from harness.result import intervals
 from harness.store import write_table
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
 
@@ -134,10 +133,7 @@ def write_run(folder: Path, frame: pd.DataFrame, **changes: object) -> Measureme
     write_table(folder / "positions.parquet", pa.Table.from_pandas(frame, preserve_index=False))
     rows = frame["row"].nunique()
     scores = Scores(**{name: frame[name].to_numpy() for name in SCORE_DTYPES})
-    intervals = {}
-    if np.isfinite(scores.kl).all():
-        bounds = mean_kl_interval(group_totals(scores.kl, frame["row"]), unit="document").bounds()
-        intervals = {"kl_mean": Interval(**bounds)} if bounds else {}
+    found = intervals(scores, frame["row"].to_numpy(), panel_of(frame))
     fields: dict[str, object] = {
         "key": "e" * 64,
         "name": "toy-quant-3bpw",
@@ -168,7 +164,7 @@ def write_run(folder: Path, frame: pd.DataFrame, **changes: object) -> Measureme
         ),
         "scoring": {"head": "own", "dtype": "float32 products, float64 sums", "seed": 1},
         "summary": summary.summarise(scores, frame["row"].to_numpy(), frame["position"].to_numpy()),
-        "intervals": intervals,
+        "intervals": found,
         "per_row": row_summaries(frame),
         "counts": summary.counts(scores),
         "preflight": [

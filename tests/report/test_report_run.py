@@ -96,7 +96,7 @@ def test_small_negative_kl_is_counted_and_shown_raw(tmp_path: Path) -> None:
     write_run(tmp_path, frame)
     text = text_of(tmp_path)
     assert "| positions with KL below 0 | 256 |" in text
-    assert "| -3.000e-7 |" in text
+    assert "| -3.00e-7 |" in text
 
 
 def test_partial_and_nonfinite_runs_say_so(tmp_path: Path) -> None:

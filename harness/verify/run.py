@@ -1,0 +1,197 @@
+"""One run folder against its own positions.parquet, its registration and the panel's seal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from harness import summary
+from harness.digest import file_digest
+from harness.errors import PanelError
+from harness.receipt import Measurement, load_measurement
+from harness.registration import Registration
+from harness.report.plots import pictures_of
+from harness.report.run_report import report_text, started
+from harness.report.tables import load_positions
+from harness.result import intervals
+from harness.stats import Totals, mean_kl_interval, t_interval
+from harness.types import SCORE_DTYPES, Panel, Row, Scores
+from harness.verify.outcome import NOT_HERE, Finding, Outcome
+
+#: Published row means may be rounded.
+ROUNDED = 1e-7
+
+
+def verify_run(folder: Path, *, panel: Path | None = None) -> Outcome:
+    """Check a run folder; with ``panel`` also that its positions are those of the sealed panel."""
+    measurement = load_measurement(folder)
+    outcome = Outcome(name=measurement.name)
+    _verify_registration(outcome, measurement)
+    if measurement.row_level_only:
+        _verify_row_means(outcome, measurement)
+        outcome.unchecked.append("quantiles and maximum: the receipt has row means only, no positions")
+        return outcome
+    stated = file_digest(folder / "positions.parquet") if (folder / "positions.parquet").is_file() else NOT_HERE
+    outcome.compare("positions_sha256", measurement.positions_sha256, stated)
+    frame = load_positions(folder)
+    _verify_columns(outcome, measurement, frame)
+    if outcome.ok:
+        _verify_numbers(outcome, measurement, frame)
+        _verify_report(outcome, folder, measurement, frame)
+    _verify_panel(outcome, measurement, frame, panel)
+    outcome.unchecked.append("that the weights give these positions: that needs the weights (measure again)")
+    return outcome
+
+
+def _verify_registration(outcome: Outcome, m: Measurement) -> None:
+    if m.registration is None:
+        return
+    content = Registration.model_validate(m.registration["content"])
+    outcome.compare("registration.sha256", m.registration["sha256"], content.sha256)
+    outcome.compare("panel.registration_sha256", m.panel.registration_sha256, content.sha256)
+
+
+def _verify_columns(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> None:
+    """Types, order and completeness of positions.parquet, and that its columns do not contradict each other."""
+    dtypes = {name: str(frame[name].dtype) for name in SCORE_DTYPES}
+    outcome.compare("column types", dict(SCORE_DTYPES), dtypes)
+    lengths = dict(
+        zip(*(part.tolist() for part in np.unique(frame["row"].to_numpy(), return_counts=True)), strict=True)
+    )
+    outcome.compare("rows and their positions", {r.row: r.positions for r in m.per_row}, lengths)
+    outcome.compare("rows_measured", m.rows_measured, len(lengths))
+    outcome.compare("positions", m.positions, len(frame))
+    counted = frame.groupby("row").cumcount().to_numpy()
+    outcome.compare("positions in order", 0, int((counted != frame["position"].to_numpy()).sum()))
+    if m.rows_measured == m.rows_planned:
+        outcome.compare("panel.positions", m.panel.positions, len(frame))
+    for what, bad in _contradictions(frame, exact=m.estimator == "exact"):
+        outcome.compare(f"positions where {what}", 0, bad)
+
+
+def _contradictions(frame: pd.DataFrame, *, exact: bool) -> Iterator[tuple[str, int]]:
+    """Laws that hold at every position, whatever the models are; NaN breaks none of them."""
+    kl, tv = frame["kl"].to_numpy(), frame["tv"].to_numpy()
+    yield "KL is below what rounding explains", int((kl < -summary.NEGATIVE_ROUNDING).sum())
+    if exact:
+        yield "KL is below 2 TV^2", int((kl < 2 * tv**2 - 1e-5).sum())
+    same = frame["top1_teacher"].to_numpy() == frame["top1_candidate"].to_numpy()
+    finite = np.isfinite(kl)
+    yield "agree_lowest_id is not that of the ids", int((frame["agree_lowest_id"].to_numpy() != same)[finite].sum())
+    both = frame["agree_lowest_id"].to_numpy() & ~frame["agree"].to_numpy()
+    yield "agree is narrower than agree_lowest_id", int(both[finite].sum())
+    p = frame["p_top1_teacher"].to_numpy()
+    yield "a probability is not in [0, 1]", int(((p < 0) | (p > 1 + 1e-6)).sum())
+    yield "an NLL is negative", int(((frame["nll_teacher"] < -1e-6) | (frame["nll_candidate"] < -1e-6)).sum())
+
+
+def _verify_numbers(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> None:
+    """Summary, counts, rows, intervals and status, all computed again."""
+    scores = Scores(**{name: frame[name].to_numpy() for name in SCORE_DTYPES})
+    row_N = frame["row"].to_numpy()
+    again = summary.summarise(scores, row_N, frame["position"].to_numpy())
+    outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again}, again)
+    outcome.compare("counts", m.counts, summary.counts(scores))
+    panel = _panel_of(m)
+    rows = [summary.row_summary(panel, r.row, _only(scores, row_N == r.row)) for r in m.per_row]
+    outcome.compare("per_row", [r.model_dump() for r in m.per_row], [r.model_dump() for r in rows])
+    found = {name: interval.model_dump() for name, interval in intervals(scores, row_N, panel).items()}
+    outcome.compare("intervals", {name: interval.model_dump() for name, interval in m.intervals.items()}, found)
+    outcome.compare("status", m.status, _status(scores, m))
+
+
+def _status(scores: Scores, m: Measurement) -> str:
+    if np.isnan(scores.kl).any() or np.isneginf(scores.kl).any():
+        return "invalid"
+    return "complete" if m.rows_measured == m.rows_planned == m.panel.rows else "partial"
+
+
+def _only(scores: Scores, mask: np.ndarray) -> Scores:
+    return Scores(**{name: getattr(scores, name)[mask] for name in SCORE_DTYPES})
+
+
+def _panel_of(m: Measurement) -> Panel:
+    """Documents and domains as the receipt names them, at the index of each row; rows not measured are blank."""
+    known = {r.row: r for r in m.per_row}
+    empty = np.zeros(0, dtype=np.int32)
+    rows = []
+    for index in range(max(known) + 1):
+        named = known.get(index)
+        document, domain = (named.document, named.domain) if named else ("", "")
+        rows.append(Row(index=index, ids_T=empty, document=document, domain=domain, sha256=""))
+    p = m.panel
+    return Panel(
+        name=p.name,
+        rows=tuple(rows),
+        sha256=p.sha256,
+        recipe_sha256=p.recipe_sha256,
+        tokenizer_sha256=p.tokenizer_sha256,
+        tokenizer_name="",
+        unit=p.unit,
+    )
+
+
+def _verify_report(outcome: Outcome, folder: Path, m: Measurement, frame: pd.DataFrame) -> None:
+    """report.md beside the receipt says what the receipt says."""
+    file = folder / "report.md"
+    if not file.is_file():
+        return
+    fresh = report_text(m, frame, pictures_of(), started=started(folder)).splitlines()
+    outcome.compare("report.md, line by line", file.read_text(encoding="utf-8").splitlines(), fresh)
+
+
+def _verify_panel(outcome: Outcome, m: Measurement, frame: pd.DataFrame, folder: Path | None) -> None:
+    """The scored tokens are the sealed panel's own."""
+    from harness.panel import load_panel
+
+    if folder is None:
+        outcome.unchecked.append("that these are the panel's tokens: name the panel's folder with --panel")
+        return
+    try:
+        panel = load_panel(folder, tokenizer=m.panel.tokenizer_sha256 or None)
+    except PanelError as error:
+        outcome.findings.append(Finding(where="panel", stated=m.panel.name, found=error.what))
+        return
+    outcome.compare("panel.sha256", m.panel.sha256, panel.sha256)
+    outcome.compare("panel.recipe_sha256", m.panel.recipe_sha256, panel.recipe_sha256)
+    outcome.compare("panel.rows", m.panel.rows, len(panel.rows))
+    if panel.sha256 != m.panel.sha256:
+        return
+    row_N, target_N = frame["row"].to_numpy(), frame["target"].to_numpy()
+    for row in np.unique(row_N).tolist():
+        if not np.array_equal(target_N[row_N == row], panel.rows[row].ids_T[1:]):
+            outcome.findings.append(Finding(where=f"row {row}", stated="the panel's tokens", found="other tokens"))
+    named = {r.row: (r.document, r.domain) for r in m.per_row}
+    sealed_names = {row: (panel.rows[row].document, panel.rows[row].domain) for row in named}
+    outcome.compare("documents and domains of the rows", named, sealed_names)
+
+
+# ---- a receipt of row means ------------------------------------------------------------------------------------------
+
+
+def _verify_row_means(outcome: Outcome, m: Measurement) -> None:
+    """Means, perplexities and intervals of a published receipt, from its rows."""
+    counts = np.array([r.positions for r in m.per_row], dtype=np.float64)
+    sums = {
+        "kl_mean": counts * [r.kl_mean for r in m.per_row],
+        "nll_teacher": counts * [r.nll_teacher_mean for r in m.per_row],
+        "nll_candidate": counts * [r.nll_candidate_mean for r in m.per_row],
+        "top1_agreement": counts * [r.top1_agreement for r in m.per_row],
+    }
+    means = {name: float(total.sum() / counts.sum()) for name, total in sums.items()}
+    means["ppl_token_candidate"] = math.exp(means["nll_candidate"])
+    means["ppl_token_teacher"] = math.exp(means["nll_teacher"])
+    outcome.compare("summary", {name: m.summary.get(name) for name in means}, means, relative=ROUNDED)
+    outcome.compare("positions", m.positions, int(counts.sum()))
+    difference = sums["nll_candidate"] - sums["nll_teacher"]
+    found = {
+        "kl_mean": mean_kl_interval(Totals(sums["kl_mean"], counts)),
+        "top1_agreement": t_interval(Totals(sums["top1_agreement"], counts)),
+        "nll_difference": t_interval(Totals(difference, counts)),
+    }
+    stated = {name: interval.model_dump() for name, interval in m.intervals.items()}
+    outcome.compare("intervals", stated, {name: e.bounds() for name, e in found.items()})

@@ -145,7 +145,7 @@ def make_panel(path: Path, recipe: Recipe, tokenizer: Tokenizer, name: str) -> B
             read += len(documents)
             short += sum(not some for some in cut)
             advance(1, float(sum(len(document.ids_T) for document in documents)))
-    order = interleave(windows)
+    order = interleave(windows, recipe)
     rows = make_rows(order, recipe)
     overlap = check_rows(rows, recipe, tokenizer)
     lock = _lock(recipe, tokenizer, name, order, rows, files, LockParts(read=read, short=short, overlap=overlap))

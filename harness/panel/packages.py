@@ -14,6 +14,8 @@ import zipfile
 from io import BytesIO
 from pathlib import Path
 
+from packaging.utils import parse_wheel_filename
+
 from harness.digest import file_digest
 from harness.errors import PanelError, UsageError
 from harness.panel.recipe import PackageSource
@@ -106,9 +108,19 @@ def _command(source: PackageSource, folder: Path) -> list[str]:
         return ["npm", "pack", "--silent", f"{source.name}@{source.version}"]
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{source.name}=={source.version} --hash=sha256:{source.archive_sha256}\n")
-    kind = "--only-binary" if str(source.archive).endswith(".whl") else "--no-binary"
-    options = ["--no-deps", "--require-hashes", kind, ":all:", "-r", requirement.name, "-d", str(folder)]
+    archive = str(source.archive)
+    kind = ["--only-binary", ":all:", *_tags(archive)] if archive.endswith(".whl") else ["--no-binary", ":all:"]
+    options = ["--no-deps", "--require-hashes", *kind, "-r", requirement.name, "-d", str(folder)]
     return [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *options]
+
+
+def _tags(wheel: str) -> list[str]:
+    """pip options that ask for exactly this wheel, whatever machine and Python it was built for."""
+    tag = sorted(parse_wheel_filename(wheel)[3], key=str)[0]
+    if tag.platform == "any":
+        return []
+    version = tag.interpreter.removeprefix("cp")
+    return ["--platform", tag.platform, "--implementation", "cp", "--python-version", version, "--abi", tag.abi]
 
 
 def _from_archive(archive: Path, source: PackageSource) -> dict[str, bytes]:

@@ -59,14 +59,36 @@ class PlainText(Source):
         return self
 
 
-class TextSource(PlainText):
+class FileText(PlainText):
+    """Text of files: as it stands, or what is extracted from it.
+
+    Attributes:
+        extract: ``documentation`` takes the long string literals of Python source, docstrings above all;
+            ``records`` renders ``template`` (Jinja) for each item of the list at the dotted path ``records``
+            of a YAML or JSON file, or once for the whole file where ``records`` is absent.
+    """
+
+    extract: Literal["text", "documentation", "records"] = "text"
+    records: str | None = None
+    template: str | None = None
+
+    @model_validator(mode="after")
+    def _records(self) -> FileText:
+        if (self.extract == "records") != (self.template is not None):
+            raise ValueError('extract = "records" and template belong together')
+        if self.records is not None and self.extract != "records":
+            raise ValueError('records needs extract = "records"')
+        return self
+
+
+class TextSource(FileText):
     """Local UTF-8 files, relative to the panel's folder: a list, or a table of file = SHA-256."""
 
     kind: Literal["text"]
     files: tuple[str, ...] | dict[str, Sha256]
 
 
-class PackageSource(PlainText):
+class PackageSource(FileText):
     """Files inside a pinned package: installed already, or fetched by hash.
 
     Attributes:
@@ -186,8 +208,11 @@ class Recipe(Strict):
 
     @property
     def sha256(self) -> str:
-        """Digest of the meaning: comments, layout and the description do not count."""
-        return json_digest(self.model_dump(mode="json", exclude={"description"}))
+        """Digest of the keys that are written: comments, layout and the description do not count.
+
+        Keys left out do not count either, so a later version with more optional keys finds the same digest.
+        """
+        return json_digest(self.model_dump(mode="json", exclude={"description"}, exclude_unset=True))
 
 
 def load_recipe(folder: Path) -> Recipe:

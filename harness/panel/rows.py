@@ -95,15 +95,13 @@ def _order(seed: int, source: int, document: str, start: int) -> str:
     return hashlib.sha256(f"{seed}\0{source}\0{document}\0{start}".encode()).hexdigest()
 
 
-def interleave(per_source: Sequence[Sequence[Window]]) -> list[tuple[int, Window]]:
-    """Source numbers and windows, one of each source in turn, so the first rows already span the domains."""
-    most = max(len(windows) for windows in per_source)
-    return [
-        (number, windows[turn])
-        for turn in range(most)
-        for number, windows in enumerate(per_source)
-        if turn < len(windows)
-    ]
+def interleave(per_source: Sequence[Sequence[Window]], recipe: Recipe) -> list[tuple[int, Window]]:
+    """Source numbers and windows, one of each domain in turn, so the first rows already span the domains."""
+    queues: dict[str, list[tuple[int, Window]]] = {}
+    for number, windows in enumerate(per_source):
+        queues.setdefault(recipe.sources[number].domain, []).extend((number, window) for window in windows)
+    most = max(len(queue) for queue in queues.values())
+    return [queue[turn] for turn in range(most) for queue in queues.values() if turn < len(queue)]
 
 
 def make_rows(order: Sequence[tuple[int, Window]], recipe: Recipe) -> list[Row]:
@@ -166,16 +164,22 @@ def check_identical(rows: Sequence[Row]) -> None:
 
 
 def check_near_duplicates(rows: Sequence[Row], limit: float) -> float:
-    """Refuse two rows that share more than ``limit`` of their token 8-grams; the largest share is returned."""
-    worst = max(overlaps(rows), key=lambda found: found[2], default=(0, 0, 0.0))
-    if worst[2] > limit:
-        first, second = rows[worst[0]], rows[worst[1]]
+    """Refuse rows that share more than ``limit`` of their token 8-grams; the largest share of all is returned."""
+    found = sorted(overlaps(rows), key=lambda pair: -pair[2])
+    bad = [
+        f"rows {rows[i].index} ({rows[i].document}) and {rows[j].index} ({rows[j].document}): {share:.0%}"
+        for i, j, share in found
+        if share > limit
+    ]
+    if bad:
+        more = f"; and {len(bad) - 5} more pairs" if len(bad) > 5 else ""
         raise PanelError(
-            f"rows {first.index} ({first.document}) and {second.index} ({second.document}) share "
-            f"{worst[2]:.0%} of their token {SHINGLE}-grams (limit {limit:.0%})",
-            "put one of the two documents into its source's exclude list, or raise near_duplicates",
+            f"near-duplicates, by the share of token {SHINGLE}-grams in common (limit {limit:.0%}): "
+            + "; ".join(bad[:5])
+            + more,
+            "put one document of each pair into its source's exclude list, or raise near_duplicates",
         )
-    return worst[2]
+    return found[0][2] if found else 0.0
 
 
 def overlaps(rows: Sequence[Row]) -> Iterator[tuple[int, int, float]]:

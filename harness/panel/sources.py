@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.errors import PanelError, UsageError
+from harness.panel.extract import extract
 from harness.panel.packages import read_package
 from harness.panel.recipe import ChatSource, DatasetSource, PackageSource, PlainText, TextSource
 from harness.panel.seal import LockFile
@@ -41,7 +42,7 @@ def read_plain(source: TextSource | PackageSource, number: int, folder: Path) ->
     locks: list[LockFile] = []
     for file in source_files(source, folder):
         text, normalised = decode(file, source)
-        texts += split(file.name, text, source)
+        texts += split(file.name, extract(file.name, text, source), source)
         newlines: Literal["lf", "normalised"] = "normalised" if normalised else "lf"
         locks.append(LockFile(source=number, name=file.name, sha256=file.sha256, newlines=newlines))
     return texts, locks

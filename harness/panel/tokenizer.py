@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.digest import json_digest
 from harness.errors import PanelError, UsageError
+from harness.panel.gguf_metadata import gguf_scalars
 from harness.types import Panel
 
 #: A fast transformers tokenizer (``PreTrainedTokenizerFast``).
@@ -76,15 +77,18 @@ def gguf_in_package(name: str) -> Path:
     return path
 
 
+@lru_cache(maxsize=2)
 def load_gguf_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer inside a GGUF file, with BOS and EOS as the file's own metadata says.
+
+    Converting takes seconds, so a second call in one process gets the same object.
 
     transformers versions disagree about both (FAULTS: 4.57 adds a BOS that the file denies, 5.17 takes
     another EOS), so ids come from the metadata and a contradiction about BOS is refused.
     """
     if not file.is_file():
         raise UsageError(f"there is no GGUF file {file.name}", "name an existing .gguf file")
-    metadata = _gguf_metadata(file)
+    metadata = gguf_scalars(file)
     tokenizer = _from_pretrained(str(file.parent), gguf_file=file.name)
     for role in ("bos", "eos"):
         token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -173,17 +177,6 @@ def _from_pretrained(name: str, **options: Any) -> Tokenizer:
         ) from error
     backend(tokenizer)
     return tokenizer
-
-
-@lru_cache(maxsize=2)
-def _gguf_metadata(file: Path) -> dict[str, Any]:
-    """The tokenizer's scalar metadata of a GGUF file."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(str(file)).fields
-    wanted = ("bos_token_id", "eos_token_id", "add_bos_token")
-    names = [f"tokenizer.ggml.{name}" for name in wanted]
-    return {name: fields[name].contents() for name in names if name in fields}
 
 
 def _distribution(name: str) -> importlib.metadata.Distribution:

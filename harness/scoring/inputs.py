@@ -86,14 +86,13 @@ def common_vocabulary(teacher: int, candidate: int) -> int:
     return teacher
 
 
-def logits_vocabulary(teacher_TV: torch.Tensor, candidate_TV: torch.Tensor, vocab_size: int | None) -> int:
-    """The columns to score; widths may differ only by padding past a declared ``vocab_size``."""
-    if vocab_size is None:
-        return common_vocabulary(teacher_TV.shape[1], candidate_TV.shape[1])
-    narrow = min(teacher_TV.shape[1], candidate_TV.shape[1])
-    if not 0 < vocab_size <= narrow:
+def declared_vocabulary(name: str, width: int, head: Head | None, declared: int | None) -> int:
+    """A side's vocabulary: its head's, else what is declared for logits, else all of their columns."""
+    if head is not None:
+        return head.vocab_size
+    if declared is not None and not 0 < declared <= width:
         raise ScoreError(
-            f"a vocabulary of {vocab_size} is declared but one side has only {narrow} columns",
+            f"a vocabulary of {declared} is declared but the {name} has {width} columns",
             "declare the tokenizer's vocabulary; both sides must cover it",
         )
-    return vocab_size
+    return width if declared is None else declared

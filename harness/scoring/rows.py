@@ -15,10 +15,8 @@ from numba import types
 from numba.extending import overload
 
 from harness.scoring import kernel as k
-from harness.scoring.state import (
-    AT_C, AT_T, BAD_C, BAD_T, ID_C, ID_T, JOINT, LOST_C, LOST_T, SUM_A, SUM_B, SUM_E, SUM_F, SUM_M, SUM_Q, SUM_S,
-    TIES_C, TIES_T, TOP_C, TOP_T, raise_tops, shift,
-)  # fmt: skip
+from harness.scoring import state as slot
+from harness.scoring.state import raise_tops, shift
 
 BLOCK = 1024
 #: A block that holds something special is tried again in pieces of this length.
@@ -66,38 +64,38 @@ def _floats_typed(row, low, high, brain, buffer):  # type: ignore[no-untyped-def
 def _note_tops(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray) -> None:
     """Record the lowest id, the ties and a common top of maxima that this block reaches."""
     for i in range(len(t)):
-        top_t, top_c = t[i] == state[TOP_T], c[i] == state[TOP_C]
+        top_t, top_c = t[i] == state[slot.TOP_T], c[i] == state[slot.TOP_C]
         if top_t:
-            state[TIES_T] += 1.0
-            if state[ID_T] < 0.0:
-                state[ID_T] = first_id + i
+            state[slot.TIES_T] += 1.0
+            if state[slot.ID_T] < 0.0:
+                state[slot.ID_T] = first_id + i
         if top_c:
-            state[TIES_C] += 1.0
-            if state[ID_C] < 0.0:
-                state[ID_C] = first_id + i
+            state[slot.TIES_C] += 1.0
+            if state[slot.ID_C] < 0.0:
+                state[slot.ID_C] = first_id + i
         if top_t and top_c:
-            state[JOINT] = 1.0
+            state[slot.JOINT] = 1.0
 
 
 @numba.njit(nogil=True)
 def _lane_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, sums: np.ndarray) -> bool:
     """Add a block through the fp32 lanes; False, and nothing added, where it holds something special."""
     for _ in range(2):
-        shift_t, shift_c = np.float32(shift(state[TOP_T])), np.float32(shift(state[TOP_C]))
+        shift_t, shift_c = np.float32(shift(state[slot.TOP_T])), np.float32(shift(state[slot.TOP_C]))
         c0 = float(shift_c) - float(shift_t)
         high = np.float32(c0)
         k.pair_sums(t, c, len(t), shift_t, shift_c, high, np.float32(c0 - float(high)), sums)
         if sums[k.MAX_T] == math.inf or sums[k.MAX_C] == math.inf:
             return False
-        if sums[k.MAX_T] <= state[TOP_T] and sums[k.MAX_C] <= state[TOP_C]:
+        if sums[k.MAX_T] <= state[slot.TOP_T] and sums[k.MAX_C] <= state[slot.TOP_C]:
             break
         # Summed with shifts that turn out too low: move the state up and sum the block again.
-        raise_tops(state, max(sums[k.MAX_T], state[TOP_T]), max(sums[k.MAX_C], state[TOP_C]))
+        raise_tops(state, max(sums[k.MAX_T], state[slot.TOP_T]), max(sums[k.MAX_C], state[slot.TOP_C]))
     if not math.isfinite(sums[k.M] + sums[k.A] + sums[k.B] + sums[k.E] + sums[k.F]):
         return False
     for i in range(7):
-        state[SUM_S + i] += sums[k.S + i]
-    if sums[k.MAX_T] == state[TOP_T] or sums[k.MAX_C] == state[TOP_C]:
+        state[slot.SUM_S + i] += sums[k.S + i]
+    if sums[k.MAX_T] == state[slot.TOP_T] or sums[k.MAX_C] == state[slot.TOP_C]:
         _note_tops(t, c, first_id, state)
     return True
 
@@ -108,29 +106,29 @@ def _add_pair(t: float, c: float, p: float, q: float, c0: float, state: np.ndarr
     if t == -math.inf and c == -math.inf:
         return
     if t == -math.inf:
-        state[SUM_A] += q
-        state[LOST_C] = max(state[LOST_C], c)
+        state[slot.SUM_A] += q
+        state[slot.LOST_C] = max(state[slot.LOST_C], c)
     elif c == -math.inf:
-        state[SUM_M] -= p
-        state[SUM_B] += p
-        state[LOST_T] = max(state[LOST_T], t)
+        state[slot.SUM_M] -= p
+        state[slot.SUM_B] += p
+        state[slot.LOST_T] = max(state[slot.LOST_T], t)
     else:
         d = (c - t) - c0
-        state[SUM_M] += p * d
-        state[SUM_A] += p * (math.expm1(d) - d) if abs(d) < 0.5 else q - p - p * d
-        state[SUM_B] += q * (math.expm1(-d) + d) if abs(d) < 0.5 else p - q + q * d
+        state[slot.SUM_M] += p * d
+        state[slot.SUM_A] += p * (math.expm1(d) - d) if abs(d) < 0.5 else q - p - p * d
+        state[slot.SUM_B] += q * (math.expm1(-d) + d) if abs(d) < 0.5 else p - q + q * d
 
 
 @numba.njit(nogil=True)
 def _careful_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray) -> None:
     """Add a block one entry at a time in float64, whatever it holds."""
-    top_t, top_c = state[TOP_T], state[TOP_C]
+    top_t, top_c = state[slot.TOP_T], state[slot.TOP_C]
     for i in range(len(t)):
         if t[i] < math.inf:
             top_t = max(top_t, float(t[i]))
         if c[i] < math.inf:
             top_c = max(top_c, float(c[i]))
-    if top_t > state[TOP_T] or top_c > state[TOP_C]:
+    if top_t > state[slot.TOP_T] or top_c > state[slot.TOP_C]:
         raise_tops(state, top_t, top_c)
     shift_t, shift_c = shift(top_t), shift(top_c)
     for i in range(len(t)):
@@ -138,12 +136,12 @@ def _careful_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarra
         good_t, good_c = a < math.inf, b < math.inf
         p = math.exp(a - shift_t) if good_t else 0.0
         q = math.exp(b - shift_c) if good_c else 0.0
-        state[BAD_T] += not good_t
-        state[BAD_C] += not good_c
-        state[SUM_S] += p
-        state[SUM_Q] += q
-        state[SUM_E] += p * (a - shift_t) if p > 0.0 else 0.0
-        state[SUM_F] += q * (b - shift_c) if q > 0.0 else 0.0
+        state[slot.BAD_T] += not good_t
+        state[slot.BAD_C] += not good_c
+        state[slot.SUM_S] += p
+        state[slot.SUM_Q] += q
+        state[slot.SUM_E] += p * (a - shift_t) if p > 0.0 else 0.0
+        state[slot.SUM_F] += q * (b - shift_c) if q > 0.0 else 0.0
         if good_t and good_c:
             _add_pair(a, b, p, q, shift_c - shift_t, state)
     _note_tops(t, c, first_id, state)
@@ -151,7 +149,7 @@ def _careful_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarra
 
 @numba.njit(nogil=True)
 def _largest(values: np.ndarray) -> float:
-    top = np.float32(-np.inf)
+    top = -np.inf
     for value in values:
         top = max(top, value)
     return top
@@ -185,6 +183,19 @@ def _gap(t: np.ndarray, c: np.ndarray, shift_t: float, shift_c: float, ratio: fl
 
 
 @numba.njit(nogil=True)
+def _largest_blocks(tops: np.ndarray) -> np.ndarray:
+    """Marks the ``TOP`` blocks of the largest maxima, ties to the first."""
+    wanted = np.zeros(len(tops), np.bool_)
+    for _ in range(min(TOP, len(tops))):
+        best = -1
+        for block in range(len(tops)):
+            if not wanted[block] and (best < 0 or tops[block] > tops[best]):
+                best = block
+        wanted[best] = True
+    return wanted
+
+
+@numba.njit(nogil=True)
 def _top_ids(row: np.ndarray, brain: bool, tops: np.ndarray, buffer: np.ndarray) -> np.ndarray:
     """Ids of the ``TOP`` largest logits, ties to the lowest id; -1 where the row is shorter.
 
@@ -192,7 +203,10 @@ def _top_ids(row: np.ndarray, brain: bool, tops: np.ndarray, buffer: np.ndarray)
     """
     best = np.full(TOP, -np.inf, np.float32)
     ids = np.full(TOP, -1)
-    for block in np.sort(np.argsort(-tops, kind="mergesort")[:TOP]):
+    wanted = _largest_blocks(tops)
+    for block in range(len(tops)):
+        if not wanted[block]:
+            continue
         low = block * BLOCK
         values = _floats(row, low, min(low + BLOCK, len(row)), brain, buffer)
         for i in range(len(values)):
@@ -224,53 +238,68 @@ def _second_pass(
     t: np.ndarray, c: np.ndarray, brain: np.ndarray, state: np.ndarray, tops: np.ndarray, buffers: np.ndarray
 ) -> tuple[float, int, int]:
     """Total variation, top-5 overlap and rank of one valid row that has all of its vocabulary at hand."""
-    ratio, gap = state[SUM_S] / state[SUM_Q], 0.0
+    ratio, gap = state[slot.SUM_S] / state[slot.SUM_Q], 0.0
     for low in range(0, len(t), BLOCK):
         high = min(low + BLOCK, len(t))
         a = _floats(t, low, high, brain[0], buffers[0])
-        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), state[TOP_T], state[TOP_C], ratio)
+        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), state[slot.TOP_T], state[slot.TOP_C], ratio)
     ids_t = _top_ids(t, brain[0], tops[0], buffers[0])
     ids_c = _top_ids(c, brain[1], tops[1], buffers[0])
     overlap = 0
     for i in ids_t:
         for j in ids_c:
             overlap += i == j and i >= 0
-    return 0.5 * gap / state[SUM_S], overlap, _rank(c, brain[1], tops[1], int(state[ID_T]), buffers[0])
+    return 0.5 * gap / state[slot.SUM_S], overlap, _rank(c, brain[1], tops[1], int(state[slot.ID_T]), buffers[0])
 
 
 @numba.njit(nogil=True, cache=True)
 def score_rows(
     teacher: np.ndarray,
     candidate: np.ndarray,
-    brain: np.ndarray,
-    first_id: int,
+    starts: tuple[int, int],
+    brain: tuple[bool, bool],
+    columns: tuple[int, int],
     targets: np.ndarray,
     state: np.ndarray,
     second: np.ndarray,
 ) -> None:
-    """Add a tile ``[n, W]`` of both sides' logits (columns ``first_id ...``) to the states ``[n, SLOTS]``.
+    """Add the vocabulary's ``columns = (first, end)`` of both sides to the states ``[n, SLOTS]``.
 
-    Logits are fp32, or uint16 patterns that ``brain[side]`` says are bf16 (else fp16). ``second`` is empty, or
-    ``[n, 3]`` float64 to receive total variation, top-5 overlap and rank when the tile is the whole vocabulary.
+    Column ``first`` is at ``starts[side]`` in a side's array, whose rows are contiguous and hold fp32, or uint16
+    patterns that are bf16 where ``brain[side]``, else fp16. ``second`` is empty, or ``[n, 3]`` float64 to receive
+    total variation, top-5 overlap and rank, when the columns are the whole vocabulary.
     """
-    width = teacher.shape[1]
+    first, width = columns[0], columns[1] - columns[0]
     buffers, sums = np.empty((2, BLOCK), np.float32), np.empty(9)
     tops = np.empty((2, (width + BLOCK - 1) // BLOCK), np.float32)
     for row in range(len(teacher)):
+        side_t = teacher[row, starts[0] : starts[0] + width]
+        side_c = candidate[row, starts[1] : starts[1] + width]
         for low in range(0, width, BLOCK):
             high = min(low + BLOCK, width)
-            t = _floats(teacher[row], low, high, brain[0], buffers[0])
-            c = _floats(candidate[row], low, high, brain[1], buffers[1])
-            _add_block(t, c, first_id + low, state[row], sums)
+            t = _floats(side_t, low, high, brain[0], buffers[0])
+            c = _floats(side_c, low, high, brain[1], buffers[1])
+            _add_block(t, c, first + low, state[row], sums)
             tops[0, low // BLOCK], tops[1, low // BLOCK] = sums[k.MAX_T], sums[k.MAX_C]
-        at = targets[row] - first_id
+        at = targets[row] - first
         if 0 <= at < width:
-            state[row, AT_T] = _floats(teacher[row], at, at + 1, brain[0], buffers[0])[0]
-            state[row, AT_C] = _floats(candidate[row], at, at + 1, brain[1], buffers[1])[0]
+            state[row, slot.AT_T] = _floats(side_t, at, at + 1, brain[0], buffers[0])[0]
+            state[row, slot.AT_C] = _floats(side_c, at, at + 1, brain[1], buffers[1])[0]
         if len(second):
             second[row, 0], second[row, 1], second[row, 2] = math.nan, -1, -1
-            bad = state[row, BAD_T] + state[row, BAD_C] > 0
-            if not bad and state[row, TOP_T] > -math.inf and state[row, TOP_C] > -math.inf:
+            if (
+                state[row, slot.BAD_T] + state[row, slot.BAD_C] == 0
+                and min(state[row, slot.TOP_T], state[row, slot.TOP_C]) > -math.inf
+            ):
                 second[row, 0], second[row, 1], second[row, 2] = _second_pass(
-                    teacher[row], candidate[row], brain, state[row], tops, buffers
+                    side_t, side_c, brain, state[row], tops, buffers
                 )
+
+
+@numba.njit(nogil=True, cache=True)
+def widen(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
+    """fp32 ``out[:, :]`` of 16-bit patterns ``[rows, width]``: bf16 where ``brain``, else fp16."""
+    for row in range(len(half)):
+        for low in range(0, half.shape[1], BLOCK):
+            high = min(low + BLOCK, half.shape[1])
+            _widen(half[row, low:high], brain, out[row, low:high])

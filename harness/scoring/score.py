@@ -1,20 +1,31 @@
 """Per-position scores of a candidate against its teacher: arrays in, arrays out.
 
-Hidden states are sent through each side's own head, tile by tile, in fp32 products; the logits of a whole row are
-never held. Entries of NaN or +inf are counted and make the position's results NaN; -inf is a probability of zero.
+Hidden states go through each side's own head, tile by tile, in fp32 products; a panel's logits are never held. What
+the arrays mean:
+
+* ``agree``: the sets of ids that share the largest logit, teacher's and candidate's, have an id in common;
+  ``agree_lowest_id`` compares the lowest id of each set.
+* ``rank``: 1 + the number of candidate logits above the one of the teacher's lowest top id.
+* ``top5_overlap``: ids in both top fives, ties broken to the lowest id. ``tv``: half the sum of ``|p - q|``.
+* NaN and +inf are counted in ``nonfinite_*`` and make their side's results NaN (ids -1), and the pair's; nothing is
+  dropped or clamped. -inf is a probability of zero: it adds nothing where both sides have it, and makes a divergence
+  infinite where the other side has probability. A row of nothing but -inf counts as non-finite throughout.
+* A KL is exact to about 1e-6 of itself above 1e-9; rounding can leave one negative by about 1e-15, and it is kept.
+* Without a second pass ``tv`` is NaN, ``top5_overlap`` and ``rank`` are -1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from harness.errors import ScoreError
-from harness.scoring import inputs, plain
-from harness.types import Head, Hidden, Logits, Scores
+from harness.scoring import inputs
+from harness.scoring.state import Sides, finish
+from harness.scoring.walk import Source, Walked, walk
+from harness.types import SCORE_DTYPES, Head, Hidden, Logits, Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,33 +43,6 @@ class TeacherStats:
     nonfinite: np.ndarray
 
 
-def score_outputs(
-    teacher: Hidden | Logits,
-    candidate: Hidden | Logits,
-    targets_T: np.ndarray | torch.Tensor,
-    *,
-    teacher_head: Head | None = None,
-    candidate_head: Head | None = None,
-    vocab_size: int | None = None,
-    second_pass: bool | None = None,
-    threads: int | None = None,
-) -> Scores:
-    """Score any mix of hidden states (with their head) and logits.
-
-    ``vocab_size`` is the declared vocabulary of a side given as logits; a head declares its own.
-    """
-    sides = (_Side(teacher, teacher_head, "teacher"), _Side(candidate, candidate_head, "candidate"))
-    inputs.check_pair(sides[0].matrix, sides[1].matrix)
-    vocab = inputs.common_vocabulary(sides[0].vocabulary(vocab_size), sides[1].vocabulary(vocab_size))
-    targets = inputs.check_targets(targets_T, len(sides[0].matrix), vocab)
-
-    def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for low in range(0, len(targets), plain.CHUNK_ROWS):
-            yield sides[0].logits(low), sides[1].logits(low)
-
-    return plain.score_chunks(chunks(), targets, vocab)
-
-
 def score_hidden(
     teacher_TH: torch.Tensor,
     candidate_TH: torch.Tensor,
@@ -69,16 +53,14 @@ def score_hidden(
     second_pass: bool | None = None,
     threads: int | None = None,
 ) -> Scores:
-    """Score hidden states ``[T, H]`` of both sides, each through its own head."""
-    return score_outputs(
-        Hidden(states_TH=teacher_TH),
-        Hidden(states_TH=candidate_TH),
-        targets_T,
-        teacher_head=teacher_head,
-        candidate_head=candidate_head,
-        second_pass=second_pass,
-        threads=threads,
-    )
+    """Score hidden states ``[T, H]`` of both sides, each through its own head; ``H`` may differ.
+
+    Both heads must declare the same ``vocab_size``. ``second_pass=None`` computes total variation, top-5 overlap and
+    rank where that costs under a quarter more (see `harness.scoring.walk`). Raises ScoreError.
+    """
+    teacher = _source("teacher", Hidden(states_TH=teacher_TH), teacher_head)
+    candidate = _source("candidate", Hidden(states_TH=candidate_TH), candidate_head)
+    return _score(teacher, candidate, targets_T, None, second_pass, threads)
 
 
 def score_logits(
@@ -90,18 +72,26 @@ def score_logits(
     second_pass: bool | None = None,
     threads: int | None = None,
 ) -> Scores:
-    """Score logits ``[T, V]``; columns past ``vocab_size`` are padding and may differ in number."""
-    inputs.check_matrix("the teacher's logits", teacher_TV)
-    inputs.check_matrix("the candidate's logits", candidate_TV)
-    vocab = inputs.logits_vocabulary(teacher_TV, candidate_TV, vocab_size)
-    return score_outputs(
-        Logits(logits_TV=teacher_TV),
-        Logits(logits_TV=candidate_TV),
-        targets_T,
-        vocab_size=vocab,
-        second_pass=second_pass,
-        threads=threads,
-    )
+    """Score logits ``[T, V]``; columns past ``vocab_size`` are padding and may differ in number. Raises ScoreError."""
+    teacher = _source("teacher", Logits(logits_TV=teacher_TV), None)
+    candidate = _source("candidate", Logits(logits_TV=candidate_TV), None)
+    return _score(teacher, candidate, targets_T, vocab_size, second_pass, threads)
+
+
+def score_outputs(
+    teacher: Hidden | Logits,
+    candidate: Hidden | Logits,
+    targets_T: np.ndarray | torch.Tensor,
+    *,
+    teacher_head: Head | None = None,
+    candidate_head: Head | None = None,
+    vocab_size: int | None = None,
+    second_pass: bool | None = None,
+    threads: int | None = None,
+) -> Scores:
+    """Score any mix of hidden states (with their head) and logits; ``vocab_size`` is declared for logits."""
+    sides = _source("teacher", teacher, teacher_head), _source("candidate", candidate, candidate_head)
+    return _score(*sides, targets_T, vocab_size, second_pass, threads)
 
 
 def teacher_stats(
@@ -110,51 +100,86 @@ def teacher_stats(
     head: Head | None = None,
     *,
     vocab_size: int | None = None,
+    threads: int | None = None,
 ) -> TeacherStats:
     """Logsumexp, NLL, entropy and top-1 of hidden states ``[T, H]`` with their head, or of logits ``[T, V]``."""
     outputs = Hidden(states_TH=teacher) if head is not None else Logits(logits_TV=teacher)
-    side = _Side(outputs, head, "teacher")
-    vocab = side.vocabulary(vocab_size)
-    targets = inputs.check_targets(targets_T, len(teacher), vocab)
-    rows = []
-    for low in range(0, len(targets), plain.CHUNK_ROWS):
-        logits = side.logits(low)[:, :vocab].astype(np.float64)
-        rows += [plain.one_side(row, int(targets[low + i])) for i, row in enumerate(logits)]
+    source = _source("teacher", outputs, head)
+    sides, _ = _walk(source, source, targets_T, vocab_size, False, threads)
     return TeacherStats(
-        lse=np.array([r["lse"] for r in rows]),
-        nll=np.array([r["nll"] for r in rows]),
-        entropy=np.array([r["entropy"] for r in rows]),
-        top1=np.array([r["top1"] for r in rows], np.int32),
-        p_top1=np.array([r["p_top1"] for r in rows]),
-        nonfinite=np.array([r["bad"] for r in rows], np.int32),
+        lse=sides.lse[0],
+        nll=sides.nll[0],
+        entropy=sides.entropy[0],
+        top1=sides.top1[0],
+        p_top1=sides.p_top1,
+        nonfinite=sides.nonfinite[0],
     )
 
 
-class _Side:
-    """One side's outputs, checked, giving fp32 logits of a few rows at a time."""
+def _source(name: str, outputs: Hidden | Logits, head: Head | None) -> Source:
+    if isinstance(outputs, Logits):
+        inputs.check_matrix(f"the {name}'s logits", outputs.logits_TV)
+        return Source(matrix=outputs.logits_TV, head=None)
+    if head is None:
+        raise ScoreError(f"the {name} gives hidden states but no head", "pass the head they belong to")
+    inputs.check_matrix(f"the {name}'s hidden states", outputs.states_TH)
+    inputs.check_head(name, outputs.states_TH, head)
+    return Source(matrix=outputs.states_TH, head=head)
 
-    def __init__(self, outputs: Hidden | Logits, head: Head | None, name: str) -> None:
-        self.name, self.head = name, head
-        if isinstance(outputs, Hidden):
-            if head is None:
-                raise ScoreError(f"the {name} gives hidden states but no head", "pass the head they belong to")
-            inputs.check_matrix(f"the {name}'s hidden states", outputs.states_TH)
-            inputs.check_head(name, outputs.states_TH, head)
-            self.matrix = outputs.states_TH
-        else:
-            inputs.check_matrix(f"the {name}'s logits", outputs.logits_TV)
-            self.matrix, self.head = outputs.logits_TV, None
 
-    def vocabulary(self, declared: int | None) -> int:
-        if self.head is not None:
-            return self.head.vocab_size
-        if declared is not None and not 0 < declared <= self.matrix.shape[1]:
-            raise ScoreError(
-                f"a vocabulary of {declared} is declared but the {self.name} has {self.matrix.shape[1]} columns",
-                "declare the tokenizer's vocabulary; both sides must cover it",
-            )
-        return self.matrix.shape[1] if declared is None else declared
+def _walk(
+    teacher: Source,
+    candidate: Source,
+    targets_T: np.ndarray | torch.Tensor,
+    vocab_size: int | None,
+    second: bool | None,
+    threads: int | None,
+) -> tuple[Sides, Walked]:
+    inputs.check_pair(teacher.matrix, candidate.matrix)
+    vocab = inputs.common_vocabulary(
+        inputs.declared_vocabulary("teacher", teacher.width, teacher.head, vocab_size),
+        inputs.declared_vocabulary("candidate", candidate.width, candidate.head, vocab_size),
+    )
+    targets = inputs.check_targets(targets_T, len(teacher.matrix), vocab)
+    walked = walk((teacher, candidate), targets, vocab, second=second, threads=threads)
+    return finish(walked.state, vocab), walked
 
-    def logits(self, low: int) -> np.ndarray:
-        rows = self.matrix[low : low + plain.CHUNK_ROWS]
-        return rows.float().numpy() if self.head is None else plain.head_logits(rows, self.head)
+
+def _score(
+    teacher: Source,
+    candidate: Source,
+    targets_T: np.ndarray | torch.Tensor,
+    vocab_size: int | None,
+    second: bool | None,
+    threads: int | None,
+) -> Scores:
+    sides, walked = _walk(teacher, candidate, targets_T, vocab_size, second, threads)
+    columns = {
+        "kl": sides.kl,
+        "kl_reverse": sides.kl_reverse,
+        "agree": sides.joint,
+        "agree_lowest_id": (sides.top1[0] == sides.top1[1]) & (sides.top1[0] >= 0) & ~np.isnan(sides.kl),
+        "p_top1_teacher": sides.p_top1,
+        **_second(walked.second_T3, len(sides.kl)),
+    }
+    for side, name in enumerate(("teacher", "candidate")):
+        columns[f"nll_{name}"] = sides.nll[side]
+        columns[f"entropy_{name}"] = sides.entropy[side]
+        columns[f"top1_{name}"] = sides.top1[side]
+        columns[f"tied_{name}"] = sides.tied[side]
+        columns[f"nonfinite_{name}"] = sides.nonfinite[side]
+        columns[f"outside_{name}"] = _outside(walked.padding_T2[:, side], sides.lse[side])
+    return Scores(**{name: columns[name].astype(dtype) for name, dtype in SCORE_DTYPES.items()})
+
+
+def _second(second_T3: np.ndarray, positions: int) -> dict[str, np.ndarray]:
+    if not len(second_T3):
+        second_T3 = np.tile([np.nan, -1.0, -1.0], (positions, 1))
+    return {"tv": second_T3[:, 0], "top5_overlap": second_T3[:, 1], "rank": second_T3[:, 2]}
+
+
+def _outside(padding_T: np.ndarray, lse_T: np.ndarray) -> np.ndarray:
+    """Share of the probability, padding included, that lies on padding columns."""
+    with np.errstate(invalid="ignore"):
+        share = np.exp(padding_T - np.logaddexp(padding_T, lse_T))
+    return np.where(padding_T == -np.inf, 0.0, share)

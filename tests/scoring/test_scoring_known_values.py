@@ -15,8 +15,8 @@ from harness.types import Head, Scores
 
 def logits(*rows: list[float]) -> torch.Tensor:
     """Log-probabilities as fp32 logits; 0 becomes -inf."""
-    return torch.tensor(np.log(np.array(rows, np.float64), where=np.array(rows) > 0, out=np.full(np.shape(rows), -np.inf)),
-                        dtype=torch.float32)  # fmt: skip
+    with np.errstate(divide="ignore"):
+        return torch.from_numpy(np.log(np.array(rows)).astype(np.float32))
 
 
 def one(p: list[float], q: list[float], target: int = 0) -> Scores:

@@ -1,0 +1,121 @@
+"""Where one side's logits come from: a matrix that is there, or hidden states sent through a head strip by strip.
+
+A strip is a range of vocabulary columns. Through a head it is filled tile by tile: a tile of the weight is widened to
+fp32, multiplied with all hidden states of the block of positions, and given bias, scale and soft-cap in place. Tiles
+have the same columns whatever the strip, the number of threads or the number of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from harness.scoring import rows
+from harness.scoring.blas import GROUP, Blas
+from harness.types import Head
+
+#: fp32 bytes of a tile of the weight, one per thread.
+TILE_BYTES = 4 << 20
+MOST_TILE = 1024
+
+#: Runs a function over items, in parallel or not; returns when all are done.
+Run = Callable[[Callable[[int], None], Iterable[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A side's array for `rows.score_rows`; ``start`` is where the wanted columns begin."""
+
+    array: np.ndarray
+    start: int
+    brain: bool
+
+
+def tile_width(hidden: int) -> int:
+    """Columns of a tile: a power of two up to ``MOST_TILE`` that keeps it under ``TILE_BYTES``."""
+    width = MOST_TILE
+    while width > 16 and 4 * width * hidden > TILE_BYTES:
+        width //= 2
+    return width
+
+
+def patterns(matrix: torch.Tensor) -> np.ndarray:
+    """A contiguous CPU view: fp32 values, or the uint16 patterns of bf16 and fp16."""
+    whole = matrix.detach().cpu().contiguous()
+    return whole.numpy() if whole.dtype == torch.float32 else whole.view(torch.uint16).numpy()
+
+
+def head_inputs(states_TH: torch.Tensor, head: Head) -> np.ndarray:
+    """fp32 inputs of the head's product: normed where the head says so; a row with any non-finite value is all NaN.
+
+    Such a row has no logits worth the name, and a soft-cap would turn its infinities into ordinary numbers.
+    """
+    states = states_TH.detach().cpu().float()
+    if head.norm is not None:
+        states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + head.norm.eps)
+        states = states * head.norm.weight_H.detach().cpu().float()
+    finite = torch.isfinite(states).all(-1, keepdim=True)
+    return torch.where(finite, states, torch.nan).numpy()
+
+
+def stack(parts: list[np.ndarray]) -> tuple[np.ndarray, list[slice]]:
+    """Put the parts under each other, each starting at a multiple of ``GROUP``, zeros between; and their rows."""
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + -(-len(part) // GROUP) * GROUP)
+    out = np.zeros((starts[-1], parts[0].shape[1]), np.float32)
+    places = [slice(start, start + len(part)) for start, part in zip(starts, parts, strict=False)]
+    for part, place in zip(parts, places, strict=True):
+        out[place] = part
+    return out, places
+
+
+class HeadStrip:
+    """Logits ``[n, width]`` of hidden states of one or two sides, filled for one range of columns at a time."""
+
+    def __init__(self, parts: list[np.ndarray], head: Head, width: int, blas: Blas, threads: int) -> None:
+        self.states_RH, self.places = stack(parts)
+        self.head, self.blas = head, blas
+        self.weight, self.brain = patterns(head.weight_VH), head.weight_VH.dtype == torch.bfloat16
+        self.bias = None if head.bias_V is None else head.bias_V.detach().cpu().float().numpy()
+        self.tile = tile_width(self.states_RH.shape[1])
+        self.logits = np.empty((len(self.states_RH), width), np.float32)
+        # One product for all sides, where the library gives equal rows equal digits; else one a side, of equal shape.
+        cut = [0] if blas.stacks else [place.start for place in self.places]
+        self.products = [slice(low, high) for low, high in zip(cut, [*cut[1:], len(self.states_RH)], strict=True)]
+        self.spare: SimpleQueue[np.ndarray] = SimpleQueue()
+        if self.weight.dtype != np.float32:
+            for _ in range(threads):
+                self.spare.put(np.empty((self.tile, self.states_RH.shape[1]), np.float32))
+
+    def side(self, index: int) -> Part:
+        """The logits of one side's positions."""
+        return Part(self.logits[self.places[index]], 0, True)
+
+    def fill(self, first: int, end: int, run: Run) -> None:
+        """Compute the columns ``first ... end``; ``first`` is a multiple of the tile."""
+        run(lambda low: self._fill_tile(low, min(low + self.tile, end), first), range(first, end, self.tile))
+
+    def _fill_tile(self, low: int, high: int, first: int) -> None:
+        out = self.logits[:, low - first : high - first]
+        if self.weight.dtype == np.float32:
+            self._multiply(self.weight[low:high], out)
+        else:
+            tile = self.spare.get()
+            rows.widen(self.weight[low:high], self.brain, tile)
+            self._multiply(tile[: high - low], out)
+            self.spare.put(tile)
+        if self.bias is not None:
+            out += self.bias[low:high]
+        if self.head.scale != 1.0:
+            out *= np.float32(self.head.scale)
+        if self.head.softcap is not None:
+            torch.from_numpy(out).div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+
+    def _multiply(self, tile: np.ndarray, out: np.ndarray) -> None:
+        for place in self.products:
+            self.blas.multiply(self.states_RH[place], tile, out[place])

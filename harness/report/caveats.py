@@ -5,14 +5,9 @@ The words "lower bound" and "at least" appear only where the estimator is one.
 
 from __future__ import annotations
 
-from typing import Any
-
-from harness.receipt import Measurement
-from harness.registration import Registration, deviations, lead_time
-from harness.report.numbers import count, number, percent
-
-#: A mean that one row carries to more than this share is said to be driven by it.
-DRIVEN_BY_ONE = 0.2
+from harness.receipt import SideIdentity
+from harness.report.basis import Basis
+from harness.report.numbers import count, percent
 
 LANES = {
     "weights": "the decoded weights in a reference forward pass",
@@ -24,89 +19,67 @@ ESTIMATORS = {
 }
 
 
-def floor_text(floor: float | None, lane: str) -> str:
-    """What a perfect quant would score here, or that it is not known."""
-    if floor is None:
-        return "Floor of the lane: not measured."
-    return f"Floor of the {lane} lane (the teacher against itself): {number(floor)} nats."
-
-
-def registration_text(m: Measurement, started: str | None = None) -> str:
-    """Whether the question was asked before the measurement, how long before, and what departs from it."""
-    sealed = m.panel.registration_sha256
-    if sealed is None:
-        return "Exploratory: the panel has no registration, so nothing was fixed in advance."
-    text = f"Registered in advance (registration SHA-256 `{sealed}`{_commit_text(m.registration or {}, started)})"
-    if m.registration is None:
-        return f"{text}; its content is not in this receipt, so deviations could not be looked for."
-    departed = deviations(Registration.model_validate(m.registration["content"]), m)
-    return f"{text}; **deviations: {'; '.join(departed)}**." if departed else f"{text}; no deviations."
-
-
-def _commit_text(block: dict[str, Any], started: str | None) -> str:
-    """``, commit 0123abcd of 2026-09-01, 3 d before the run``, as far as it is known."""
-    if not block.get("commit"):
-        return ""
-    text = f", commit `{str(block['commit'])[:12]}` of {block['committed']}"
-    if block.get("changed_since_commit"):
-        text += ", **changed since that commit**"
-    return text + (f", {lead_time(str(block['committed']), started)}" if started else "")
-
-
-def how_measured(m: Measurement, floor: float | None = None, started: str | None = None) -> list[str]:
+def how_measured(b: Basis) -> list[str]:
     """The how-measured paragraph, sentence by sentence."""
-    t, c = m.teacher, m.candidate
+    estimator = f"Estimator: {b.estimator.replace('_', ' ')}, {ESTIMATORS[b.estimator]}"
+    if b.captured_mass is not None:
+        estimator += f" (known tokens hold {percent(b.captured_mass)} of the teacher's mass)"
     return [
-        f"Direction: `{m.direction}`.",
-        f"Estimator: {m.estimator.replace('_', ' ')}, {ESTIMATORS[m.estimator]}.",
-        f"Lane: {m.lane}, {LANES[m.lane]}.",
-        f"Panel: {m.panel.name}, {m.rows_measured} of {m.rows_planned} rows, {count(m.positions)} scored positions, "
-        f"SHA-256 `{m.panel.sha256}`.",
-        f"Teacher: {t.model} at {t.revision}, {t.weights_dtype} weights, {t.compute_dtype} arithmetic, "
-        f"engine {t.engine} {t.version}.",
-        f"Candidate: {c.model} at {c.revision}, {c.weights_dtype} weights, {c.compute_dtype} arithmetic, "
-        f"engine {c.engine} {c.version}.",
-        f"Intervals resample {m.panel.unit}s, never positions.",
-        floor_text(floor, m.lane),
-        registration_text(m, started),
+        f"Direction: `{b.direction}`.",
+        f"{estimator}.",
+        f"Lane: {b.lane}, {LANES[b.lane]}.",
+        f"Panel: {b.panel.name}, {b.rows_measured} of {b.panel.rows} rows, {count(b.positions)} scored positions, "
+        f"SHA-256 `{b.panel.sha256}`.",
+        f"Teacher: {_side(b.teacher)}.",
+        *(f"Candidate: {_side(candidate)}." for candidate in b.candidates),
+        f"Intervals resample {b.panel.unit}s, never positions.",
+        f"Floor of the {b.lane} lane: {b.floor or 'not measured'}.",
+        b.registration,
     ]
 
 
-def cannot_tell(m: Measurement, top_row: tuple[int, float] | None, floor: float | None = None) -> list[str]:
+def _side(side: SideIdentity) -> str:
+    """What one side is, with ``unknown`` for what its receipt does not tell."""
+    revision = side.revision or "an unknown revision"
+    engine = " ".join(part for part in (side.engine, side.version) if part)
+    return (
+        f"{side.model} at {revision}, {side.weights_dtype or 'unknown'} weights, "
+        f"{side.compute_dtype or 'unknown'} arithmetic, engine {engine}"
+    )
+
+
+def cannot_tell(b: Basis) -> list[str]:
     """What these numbers do not say, with the conditions of this run."""
-    domains = sorted({row.domain for row in m.per_row})
+    kinds = "one kind" if len(b.domains) == 1 else f"{len(b.domains)} kinds ({', '.join(b.domains)})"
     lines = [
-        f"Other text: the panel holds {m.rows_measured} contexts of {len(domains)} kinds ({', '.join(domains)}). "
-        "The intervals speak of more contexts of these kinds, and no interval covers rare contexts that are not in it.",
-        "Skill at tasks: KL and agreement say how close the candidate is to its teacher, not how good either is; "
+        f"Other text: the panel holds {b.rows_measured} contexts of {kinds}. "
+        "The intervals speak of more contexts like these, and no interval covers rare contexts that are not in it.",
+        "Skill at tasks: KL and agreement say how close a candidate is to its teacher, not how good either is; "
         "near the teacher they do not predict which of two quants scores higher on a benchmark.",
         "Other tokenizers: ppl_token is per token of this tokenizer on this panel; it compares with nothing else.",
         "Long generations: every position is predicted from the panel's own text, so errors do not feed on themselves.",
     ]
-    if m.lane == "weights":
+    if b.lane == "weights":
         lines.append(
             "The served model: kernels, KV-cache type and batching of an engine are not in this number, "
             "and may move it either way."
         )
-    if floor is None:
+    if b.floor is None:
         lines.append("What a perfect quant would score here: the floor of this lane was not measured.")
-    if m.estimator == "lower_bound":
+    if b.estimator == "lower_bound":
         lines.append("The full-vocabulary KL: it is at least this number; how much more is not known.")
-    return [*lines, *_conditions(m, top_row)]
+    if b.resolution:
+        lines.append(f"Small differences: this panel resolves {b.resolution}; undecided is not equal.")
+    return [*lines, *_conditions(b)]
 
 
-def _conditions(m: Measurement, top_row: tuple[int, float] | None) -> list[str]:
+def _conditions(b: Basis) -> list[str]:
     lines = []
-    if m.status == "partial":
-        lines.append(f"The whole panel: only {m.rows_measured} of {m.rows_planned} rows were measured.")
-    if m.status == "invalid":
+    if b.status == "partial":
+        lines.append(f"The whole panel: only {b.rows_measured} of {b.panel.rows} rows were measured.")
+    if b.status == "invalid":
         lines.append("Anything: this run is marked invalid; its numbers are shown to find the fault.")
-    if top_row is not None and top_row[1] > DRIVEN_BY_ONE and top_row[1] > 1.5 / m.rows_measured:
-        lines.append(
-            f"A typical context: row {top_row[0]} alone carries {percent(top_row[1], 1)} of the summed KL; "
-            "the mean is driven by one context."
-        )
-    failed = [check.name for check in m.preflight if not check.passed]
-    if failed:
-        lines.append(f"What the failed checks put in doubt: {'; '.join(failed)}.")
+    lines += [f"A typical context: {text}; the mean is driven by one context." for text in b.driven_by]
+    if b.failed_checks:
+        lines.append(f"What the failed checks put in doubt: {'; '.join(b.failed_checks)}.")
     return lines

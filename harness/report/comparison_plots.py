@@ -5,6 +5,8 @@ Arrays and comparison.json in, figures out; colours and markers follow the order
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +37,12 @@ class Point:
     low: float | None = None
     high: float | None = None
     anchor: bool = False
+
+
+def wrapped(name: str, width: int = 26) -> str:
+    """A long name on several lines, broken where names have their joints."""
+    parts = textwrap.wrap(re.sub(r"([-/_])", r"\1 ", name), width, break_long_words=True)
+    return "\n".join(re.sub(r"([-/_]) ", r"\1", part) for part in parts)
 
 
 def kl_label(estimator: str) -> str:
@@ -73,7 +81,6 @@ def kl_against_size(
     if not sized:
         style.empty(axes, "no candidate has a size", theme)
         return figure
-    _log_if_wide(axes, [p.kl for p in [*points, *([floor] if floor else [])]])
     front = pareto(sized)
     if len(front) > 1:
         x, y = [p.size or 0.0 for p in front], [p.kl for p in front]
@@ -82,6 +89,7 @@ def kl_against_size(
         _draw_point(axes, point, index, theme)
     if floor is not None:
         _draw_floor(axes, floor, theme)
+    _log_if_wide(axes, [p.kl for p in [*points, *([floor] if floor else [])]])
     _room_on_the_right(axes, [float(p.size) for p in sized if p.size is not None])
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02))
     unsized = [point.name for point in points if point.size is None]
@@ -91,7 +99,7 @@ def kl_against_size(
 
 
 def _draw_point(axes: Axes, point: Point, index: int, theme: Theme) -> None:
-    label = f"{point.name}: {number(point.kl)}"
+    label = wrapped(f"{point.name}: {number(point.kl)}")
     if point.size is None:
         axes.axhline(point.kl, color=theme.colour(index), linewidth=1.2, linestyle=":", label=label)
         return
@@ -261,7 +269,7 @@ def lines_by_slice(comparison: Comparison, which: str, *, theme: Theme = LIGHT) 
     series |= {name: [part.other for part in parts] for name, parts in by_arm.items()}
     x = np.arange(len(labels))
     for index, (name, values) in enumerate(series.items()):
-        axes.plot(x, values, marker(index) + "-", color=theme.colour(index), markersize=7, label=name)
+        axes.plot(x, values, marker(index) + "-", color=theme.colour(index), markersize=7, label=wrapped(name))
     _log_if_wide(axes, [value for values in series.values() for value in values])
     axes.set_xticks(x, labels, fontsize=8.5)
     axes.set_xlabel("positions of the row" if which == "deciles" else "teacher's probability of its own top-1 token")
@@ -276,16 +284,16 @@ def domain_heat(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
     names = [arm.name for arm in comparison.arms]
     figure = style.new_figure(1.8 + 0.42 * max(len(labels), 1))
     axes = figure.subplots()
-    axes.set_title("KL by domain")
-    if not labels:
+    axes.set_title(f"{kl_label(comparison.estimator)}, by domain")
+    if len(labels) < 2:
         style.empty(axes, "one domain only", theme)
         return figure
     first = next(iter(by_arm.values()))
     columns = [[part.baseline for part in first], *([part.other for part in parts] for parts in by_arm.values())]
     values = np.array(columns).T
     shown = np.log10(np.maximum(values, SMALLEST_DRAWN)) if values.max() > LOG_FROM * values.min() else values
-    image = axes.imshow(shown, aspect="auto", cmap="cividis")
-    axes.set_xticks(range(len(names)), names)
+    axes.imshow(shown, aspect="auto", cmap="cividis")
+    axes.set_xticks(range(len(names)), [wrapped(name, 22) for name in names])
     axes.set_yticks(range(len(labels)), labels)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
@@ -293,7 +301,4 @@ def domain_heat(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
     for (row, column), value in np.ndenumerate(values):
         ink = "#000000" if shown[row, column] > middle else "#FFFFFF"
         axes.text(column, row, number(float(value)), ha="center", va="center", color=ink, fontsize=10)
-    linear = shown is values
-    ticks = FuncFormatter(lambda value, _: number(value if linear else 10**value))
-    figure.colorbar(image, ax=axes, label=kl_label(comparison.estimator), format=ticks)
     return figure

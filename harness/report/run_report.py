@@ -12,6 +12,7 @@ import pandas as pd
 
 from harness.receipt import Interval, Measurement, load_measurement
 from harness.report import caveats, tables
+from harness.report.basis import of_measurement
 from harness.report.numbers import bracket, count, estimate, number, percent, percent_bracket, signed
 from harness.report.plots import Picture, write_pictures
 from harness.report.render import render
@@ -56,6 +57,7 @@ def report_text(
 def context(measurement: Measurement, frame: pd.DataFrame, started: str | None = None) -> dict[str, Any]:
     """All that the templates show of one measurement."""
     units, unit = tables.units_of(frame, measurement), measurement.panel.unit
+    basis = of_measurement(measurement, started=started, top_row=tables.top_row_share(frame))
     return {
         "m": measurement,
         "headline": headline(measurement, frame, units),
@@ -69,8 +71,8 @@ def context(measurement: Measurement, frame: pd.DataFrame, started: str | None =
         "confidence": tables.by_confidence(frame, units, unit),
         "worst": worst_positions(frame),
         "identity": identity_lines(measurement),
-        "how": caveats.how_measured(measurement, started=started),
-        "cannot": caveats.cannot_tell(measurement, tables.top_row_share(frame)),
+        "how": caveats.how_measured(basis),
+        "cannot": caveats.cannot_tell(basis),
     }
 
 

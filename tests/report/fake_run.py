@@ -149,7 +149,7 @@ def write_run(folder: Path, frame: pd.DataFrame, **changes: object) -> Measureme
             recipe_sha256="2" * 64,
             tokenizer_sha256="c" * 64,
             unit="document",
-            rows=rows,
+            rows=int(str(changes.get("rows_planned", rows))),
             positions=len(frame),
         ),
         "teacher": side(),

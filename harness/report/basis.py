@@ -1,0 +1,137 @@
+"""What a set of numbers rests on: the facts that the how-measured paragraph and the caveats are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.compare.model import Comparison
+from harness.receipt import Check, Measurement, PanelIdentity, SideIdentity
+from harness.registration import Registration, deviations, lead_time
+from harness.report.numbers import number, percent, with_interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """One measurement's or one comparison's ground. ``driven_by`` names arms whose mean one row carries."""
+
+    panel: PanelIdentity
+    rows_measured: int
+    positions: int
+    domains: Sequence[str]
+    direction: str
+    estimator: str
+    lane: str
+    teacher: SideIdentity
+    candidates: Sequence[SideIdentity]
+    status: str
+    registration: str
+    floor: str | None = None
+    resolution: str | None = None
+    driven_by: Sequence[str] = ()
+    failed_checks: Sequence[str] = ()
+    captured_mass: float | None = None
+
+
+def of_measurement(m: Measurement, *, started: str | None = None, top_row: tuple[int, float] | None = None) -> Basis:
+    """The basis of one measurement; ``started`` is when it began, ``top_row`` the heaviest row and its share."""
+    return Basis(
+        panel=m.panel,
+        rows_measured=m.rows_measured,
+        positions=m.positions,
+        domains=sorted({row.domain for row in m.per_row}),
+        direction=m.direction,
+        estimator=m.estimator,
+        lane=m.lane,
+        teacher=m.teacher,
+        candidates=[m.candidate],
+        status=m.status,
+        registration=_registration_of(m, started),
+        driven_by=_driven(m, top_row),
+        failed_checks=_failed(m.preflight),
+        captured_mass=m.summary.get("captured_teacher_mass_mean"),
+    )
+
+
+def of_comparison(c: Comparison) -> Basis:
+    """The basis of a comparison."""
+    floor = next((r for r in c.references if r.kind == "floor"), None)
+    masses = [m for arm in c.arms if (m := arm.published.get("captured_teacher_mass_mean")) is not None]
+    heavy = [(arm.name, arm.share) for arm in c.arms if arm.share is not None and arm.share.driven_by_one]
+    rows = c.pairs[0].rows
+    return Basis(
+        panel=c.panel,
+        rows_measured=len(c.paired_on.rows),
+        positions=c.paired_on.positions,
+        domains=sorted({row.domain for row in rows}),
+        direction=c.direction,
+        estimator=c.estimator,
+        lane=c.lane,
+        teacher=c.teacher,
+        candidates=[arm.candidate for arm in c.arms],
+        status="complete" if len(c.paired_on.rows) == c.panel.rows else "partial",
+        registration=_registration_in(c),
+        floor=f"{floor.name}, {with_interval(floor.kl.estimate, floor.kl)} nats" if floor else None,
+        resolution=_resolution(c),
+        driven_by=[f"{name}: row {s.row} carries {percent(s.share, 1)} of its summed KL" for name, s in heavy],
+        captured_mass=min(masses) if masses else None,
+    )
+
+
+def _driven(m: Measurement, top_row: tuple[int, float] | None) -> list[str]:
+    """A row that carries more than a fifth of the sum, and clearly more than its even share."""
+    if top_row is None or top_row[1] <= 0.2 or top_row[1] <= 1.5 / m.rows_measured:
+        return []
+    return [f"row {top_row[0]} alone carries {percent(top_row[1], 1)} of the summed KL"]
+
+
+def _failed(checks: Sequence[Check]) -> list[str]:
+    return [check.name for check in checks if not check.passed]
+
+
+def _resolution(c: Comparison) -> str | None:
+    """What this panel could have shown, from the first pair's primary metric."""
+    found = c.pairs[0].primary.resolution
+    if found.detectable is None:
+        return None
+    relative = f" ({percent(found.detectable_relative, 1)})" if found.detectable_relative is not None else ""
+    return f"a difference of {number(found.detectable)}{relative} in {c.pairs[0].primary.label} with 80 % power"
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+EXPLORATORY = "Exploratory: the panel has no registration, so nothing was fixed in advance."
+
+
+def _registration_of(m: Measurement, started: str | None) -> str:
+    """Whether the question was asked before the measurement, how long before, and what departs from it."""
+    sealed = m.panel.registration_sha256
+    if sealed is None:
+        return EXPLORATORY
+    block = m.registration or {}
+    committed = str(block["committed"]) if block.get("committed") else None
+    lead = lead_time(committed, started) if committed and started else None
+    text = _registered(sealed, block.get("commit"), committed, lead)
+    if block.get("changed_since_commit"):
+        text += ", **changed since that commit**"
+    if m.registration is None:
+        return f"{text}; its content is not in this receipt, so deviations could not be looked for."
+    return _with_deviations(text, deviations(Registration.model_validate(block["content"]), m))
+
+
+def _registration_in(c: Comparison) -> str:
+    if c.registration is None:
+        return EXPLORATORY
+    r = c.registration
+    return _with_deviations(_registered(r.sha256, r.commit, r.committed, r.lead_time), c.deviations)
+
+
+def _registered(sha256: str, commit: str | None, committed: str | None, lead: str | None) -> str:
+    text = f"Registered in advance (registration SHA-256 `{sha256}`"
+    if commit:
+        text += f", commit `{commit[:12]}` of {committed}"
+    return text + (f", {lead})" if lead else ")")
+
+
+def _with_deviations(text: str, departed: Sequence[str]) -> str:
+    return f"{text}; **deviations: {'; '.join(departed)}**." if departed else f"{text}; no deviations."

@@ -16,7 +16,7 @@ from harness.exl3.kinds import Spot, decoder_layers, spot_of
 
 #: How far the counted average may lie from an average that config.json states.
 AVERAGE_TOLERANCE = 0.05
-_PER_TENSOR = ("layer_bits", "scope", "non_routed_dtype_policy")
+_PER_TENSOR = ("layer_bits", "scope", "non_routed_dtype_policy", "non_routed_exl3")
 
 
 def mismatches(checkpoint: Checkpoint) -> list[str]:

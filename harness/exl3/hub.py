@@ -74,7 +74,7 @@ def _one_line(repo: str) -> Iterator[None]:
     from huggingface_hub import errors as hub
 
     # The client's own HTTP library differs between its versions; the base class of its error tells which.
-    transport = next(base for base in hub.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    transport: type[Exception] = next(base for base in hub.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
     try:
         yield
     except hub.RepositoryNotFoundError as error:

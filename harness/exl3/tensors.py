@@ -184,7 +184,8 @@ def _bias(name: str, bias: torch.Tensor | None, length: int) -> torch.Tensor | N
 
 
 def _logical(name: str, padded: tuple[int, int], in_features: int | None, out_features: int | None) -> dict[str, int]:
-    sizes = {"in_features": in_features or padded[0], "out_features": out_features or padded[1]}
+    given = {"in_features": in_features, "out_features": out_features}
+    sizes = {axis: full if size is None else size for (axis, size), full in zip(given.items(), padded, strict=True)}
     for (axis, size), full in zip(sizes.items(), padded, strict=True):
         if not full - PADDING < size <= full:
             raise CheckpointError(

@@ -67,7 +67,7 @@ def _show(comparison: Comparison, report: Path) -> None:
 
     from harness.compare import tables
     from harness.compare.report import status_text
-    from harness.compare.words import headline
+    from harness.compare.words import headline, primary_name
 
     console = Console()
     for pair in comparison.pairs:
@@ -77,7 +77,7 @@ def _show(comparison: Comparison, report: Path) -> None:
         console.print(_rich(tables.bars(comparison)))
     for pair in comparison.pairs:
         console.print(f"[bold]{headline(comparison, pair)}[/bold]", highlight=False)
-        console.print(f"  for a card: {pair.sentence}", highlight=False)
+        console.print(f"  for a card: {primary_name(comparison, pair)} {pair.sentence}", highlight=False)
     console.print(status_text(comparison), highlight=False)
     for text in comparison.deviations:
         console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)

@@ -46,8 +46,8 @@ def _facts(a: Measurement, b: Measurement) -> list[tuple[str, Any, Any, str]]:
     ]
     for field in ("weights_sha256", "head_sha256", "tokenizer_sha256", "weights_dtype", "compute_dtype", "engine"):
         facts.append((f"teacher ({field})", getattr(a.teacher, field), getattr(b.teacher, field), teacher))
-    if a.rows_measured == b.rows_measured:
-        # A capture's digest covers the rows measured, so it says nothing about a partial run beside a whole one.
+    if [r.row for r in a.per_row] == [r.row for r in b.per_row]:
+        # A capture's digest covers the rows measured, so it says nothing about runs over different rows.
         facts.append(("teacher capture", a.teacher.capture_sha256, b.teacher.capture_sha256, teacher))
     names = sorted((set(a.scoring) | set(b.scoring)) - OF_THE_CANDIDATE)
     facts += [

@@ -51,6 +51,8 @@ def load_arm(path: Path) -> Arm:
         Refused: a file is missing or unreadable.
         IncomparableError: positions.parquet is not the one the receipt was made from, or holds a position twice.
     """
+    if not path.exists():
+        raise Refused(f"there is no {path.name}", "name a run folder that `fidelity measure` wrote")
     measurement = load_measurement(path)
     folder = path if path.is_dir() else path.parent
     if [r.row for r in measurement.per_row] != sorted({r.row for r in measurement.per_row}):

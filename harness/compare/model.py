@@ -310,9 +310,9 @@ class Comparison(Strict):
     warnings: list[str] = Field(default_factory=list)
 
     @property
-    def kl_name(self) -> str:
-        """``KL mean``, or ``KL lower bound, mean``: an estimate is never shown without its kind."""
-        return "KL mean" if self.estimator == "exact" else "KL lower bound, mean"
+    def kl(self) -> str:
+        """``KL``, or ``KL lower bound``: an estimate is never shown without its kind."""
+        return "KL" if self.estimator == "exact" else "KL lower bound"
 
 
 def save_comparison(folder: Path, comparison: Comparison) -> None:
@@ -322,11 +322,11 @@ def save_comparison(folder: Path, comparison: Comparison) -> None:
 
 def load_comparison(path: Path) -> Comparison:
     """Read comparison.json from its folder or from the file itself."""
-    file = path / FILE if path.is_dir() else path
+    file = path if path.is_file() else path / FILE
     try:
         return Comparison.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise Refused(f"{file.name} is not in {path.name}", "name a folder that `fidelity compare` wrote") from error
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
         first = str(error).splitlines()[0]
-        raise Refused(f"{path.name}/{FILE} cannot be read: {first}", "compare again") from error
+        raise Refused(f"{path.name}: {FILE} cannot be read: {first}", "compare again") from error

@@ -12,13 +12,15 @@ from harness.report.numbers import MISSING, bracket, count, number, percent, sig
 ROWS_SHOWN = 32
 
 
-def rows_table(pair: Pair) -> Table:
+def rows_table(comparison: Comparison, pair: Pair) -> Table:
     """Rows by difference, lowest first; a long panel shows both ends."""
     ordered = sorted(pair.rows, key=lambda r: (r.difference, r.row))
     if len(ordered) > 2 * ROWS_SHOWN:
         ordered = ordered[:ROWS_SHOWN] + ordered[-ROWS_SHOWN:]
-    title = f"Rows ({len(ordered)} of {len(pair.rows)}); the interval speaks of this context's text only"
-    header = ("row", "domain", "document", "positions", pair.baseline, pair.other, "KL difference", "top-1, pp", "NLL")
+    title = (
+        f"{comparison.kl} by row ({len(ordered)} of {len(pair.rows)}); the interval speaks of this context's text only"
+    )
+    header = ("row", "domain", "document", "positions", pair.baseline, pair.other, "difference", "top-1, pp", "NLL")
     return Table(title, header, [_row(r) for r in ordered])
 
 
@@ -53,7 +55,7 @@ def slices(title: str, pair: Pair, parts: Sequence[Slice]) -> Table:
         )
         for part in parts
     ]
-    header = ("", "positions", "units", pair.baseline, pair.other, "KL difference", "p Holm", "top-1, pp")
+    header = ("", "positions", "units", pair.baseline, pair.other, "difference", "p Holm", "top-1, pp")
     return Table(title, header, rows)
 
 
@@ -106,9 +108,9 @@ def worst(comparison: Comparison) -> Table:
                 texts.get("context", " ".join(str(i) for i in p.context[-6:])),
             )
         )
-    kl = [f"KL {name}" for name in names]
+    kl = [f"{comparison.kl} {name}" for name in names]
     header = ("row:position", "domain", *kl, "teacher's p", "true token", "teacher", *names, "context")
-    return Table(f"The {len(rows)} positions with the largest KL", header, rows)
+    return Table(f"The {len(rows)} positions with the largest {comparison.kl}", header, rows)
 
 
 def _token(token: int, text: str | None) -> str:

@@ -49,10 +49,14 @@ def _names(comparison: Comparison) -> list[str]:
 def _details(comparison: Comparison, pair: Pair) -> Iterator[Table]:
     named = f"{pair.other} - {pair.baseline}: "
     found = [tables.verdicts(comparison, pair), tables.resolution(comparison, pair)]
-    found += [parts.slices("KL by domain", pair, pair.domains)] if len(pair.domains) > 1 else []
-    found += [parts.slices("KL by position in the row", pair, pair.deciles)] if pair.deciles else []
-    found += [parts.slices("KL by the teacher's largest probability", pair, pair.confidence)] if pair.confidence else []
-    found += [parts.rows_table(pair)]
+    found += [parts.slices(f"{comparison.kl} by domain", pair, pair.domains)] if len(pair.domains) > 1 else []
+    found += [parts.slices(f"{comparison.kl} by position in the row", pair, pair.deciles)] if pair.deciles else []
+    found += (
+        [parts.slices(f"{comparison.kl} by the teacher's largest probability", pair, pair.confidence)]
+        if pair.confidence
+        else []
+    )
+    found += [parts.rows_table(comparison, pair)]
     for table in found:
         yield Table(named + table.title, table.header, table.rows)
 

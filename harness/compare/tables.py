@@ -99,8 +99,7 @@ def _ppl_row(comparison: Comparison, pair: Pair) -> tuple[str, ...]:
 
 def metric_label(comparison: Comparison, d: Difference) -> str:
     """The metric with its unit, and with its kind where KL is a lower bound."""
-    bound = comparison.estimator == "lower_bound" and "KL" in d.label
-    name = d.label.replace("KL", "KL lower bound") if bound else d.label
+    name = d.label.replace("KL", comparison.kl)
     return f"{name}, mean nats" if d.unit == "nats" else name
 
 
@@ -116,7 +115,7 @@ def arms(comparison: Comparison) -> Table:
         _line("size", [size(arm.candidate.bytes) for arm in comparison.arms], comparison),
         _line("bits per weight", [number(arm.candidate.bits_per_weight, 3) for arm in comparison.arms], comparison),
         (
-            comparison.kl_name,
+            f"{comparison.kl}, mean",
             *(number(arm.metrics["kl_mean"].estimate, DECIMALS) for arm in comparison.arms),
             *(number(r.kl.estimate, DECIMALS) for r in comparison.references),
         ),
@@ -134,8 +133,8 @@ def arms(comparison: Comparison) -> Table:
     ]
     rows += [_line(*line, comparison) for line in _quantile_lines(comparison)]
     rows += [_line(*line, comparison) for line in _tail_lines(comparison)]
-    rows.append(_line("KL max", [_largest(arm) for arm in comparison.arms], comparison))
-    rows.append(_line("top row's share of KL", [_share(arm) for arm in comparison.arms], comparison))
+    rows.append(_line(f"{comparison.kl} max", [_largest(arm) for arm in comparison.arms], comparison))
+    rows.append(_line(f"top row's share of {comparison.kl}", [_share(arm) for arm in comparison.arms], comparison))
     rows.append(_line("mean without any one row", [_leave_one_out(arm) for arm in comparison.arms], comparison))
     return Table("Each by itself", header, rows)
 
@@ -147,10 +146,12 @@ def _line(label: str, cells: Sequence[str], comparison: Comparison) -> tuple[str
 def _quantile_lines(comparison: Comparison) -> list[tuple[str, list[str]]]:
     if any(arm.quantiles for arm in comparison.arms):
         names = list(comparison.arms[0].quantiles)
-        return [(f"KL {name}", [_quantile(arm.quantiles[name]) for arm in comparison.arms]) for name in names]
+        return [
+            (f"{comparison.kl} {name}", [_quantile(arm.quantiles[name]) for arm in comparison.arms]) for name in names
+        ]
     published = [key for key in ("kl_p50", "kl_p95", "kl_p99") if all(key in arm.published for arm in comparison.arms)]
     return [
-        (f"KL {key[3:]} (published)", [number(arm.published[key], DECIMALS) for arm in comparison.arms])
+        (f"{comparison.kl} {key[3:]} (published)", [number(arm.published[key], DECIMALS) for arm in comparison.arms])
         for key in published
     ]
 
@@ -166,7 +167,7 @@ def _tail_lines(comparison: Comparison) -> list[tuple[str, list[str]]]:
     names = [name for name in comparison.arms[0].metrics if name.startswith("tail_rate_")]
     return [
         (
-            f"positions with KL > {name.removeprefix('tail_rate_')}",
+            f"positions with {comparison.kl} > {name.removeprefix('tail_rate_')}",
             [_rate(arm.metrics[name]) for arm in comparison.arms],
         )
         for name in names
@@ -226,7 +227,7 @@ def resolution(comparison: Comparison, pair: Pair) -> Table:
         )
         for d in pair.differences
     ]
-    header = ("metric", "smallest difference seen", "of the baseline", f"{unit}s needed for 10 %")
+    header = ("metric", "smallest difference shown", "of the baseline", f"{unit}s needed for 10 %")
     return Table(f"What {comparison.settings.units} {unit}s can resolve (80 % power)", header, rows)
 
 

@@ -46,10 +46,15 @@ def _contexts(lower: int, higher: int, rows: int, size: float) -> str:
     return f"{word} on {count(along)} of {count(rows)} {noun}"
 
 
+def primary_name(comparison: Comparison, pair: Pair) -> str:
+    """``mean KL lower bound``: what the sentence speaks of."""
+    return f"mean {pair.primary.label.replace('KL', comparison.kl)}"
+
+
 def headline(comparison: Comparison, pair: Pair) -> str:
     """The verdict in one line: ``B is better than A: KL mean lower by ...``."""
     first = pair.primary
-    name = comparison.kl_name if first.metric == "kl_mean" else first.label
+    name = primary_name(comparison, pair)
     opening = {
         "better": f"{pair.other} is better than {pair.baseline}",
         "worse": f"{pair.other} is worse than {pair.baseline}",

@@ -195,7 +195,7 @@ def test_another_limit_is_a_deviation(panel: Path) -> None:
 def test_another_analysis_is_a_deviation(panel: Path) -> None:
     plan = registered(panel)
     as_planned = Analysis(
-        primary="kl_mean", unit="row", interval="t", confidence=0.95, resamples=10_000, seed=plan.seed, rows=3
+        primary="kl_mean", unit="row", interval="t", confidence=0.95, resamples=10_000, seed=plan.seed
     )
     assert analysis_deviations(plan, as_planned) == []
     other = Analysis(primary="tv_mean", unit="row", interval="t", confidence=0.9, resamples=10_000, seed=1)

@@ -19,8 +19,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from harness.errors import CheckpointError
 from harness.exl3.checkpoint import open_checkpoint
+from harness.exl3.hf_layout import Accounting
 from harness.exl3.hf_packed import check_packed, make_dense, packed_owners
-from harness.exl3.hf_plan import Accounting, Plan, fit
+from harness.exl3.hf_plan import Plan, fit
 
 METHOD = "exl3"
 

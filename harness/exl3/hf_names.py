@@ -76,15 +76,19 @@ class Names:
             renamed, pattern = rename_source_key(key, [], [], prefix, self.state)
         return renamed, None if pattern is None else self._by_pattern[pattern], pattern or ""
 
-    def filled_by(self, key: str) -> tuple[list[str], bool]:
-        """Parameters or buffers of the model that the tensor ``key`` fills, and whether it does so alone."""
-        renamed, converter, _ = self.resolve(key)
+    def destination(self, key: str) -> tuple[list[str], Any, str]:
+        """``(targets, converter or None, source pattern)`` of the tensor ``key``; no targets where it has no place."""
+        renamed, converter, pattern = self.resolve(key)
         if renamed not in self.state:
-            return [], False
+            return [], None, ""
         if converter is None:
-            return [renamed], True
+            return [renamed], None, ""
         first, *others = converter.target_patterns
-        return [renamed, *(renamed.replace(first, other) for other in others)], False
+        return [renamed, *(renamed.replace(first, other) for other in others)], converter, pattern
+
+    def filled_by(self, key: str) -> list[str]:
+        """Parameters or buffers of the model that the tensor ``key`` fills, alone or with others."""
+        return self.destination(key)[0]
 
     def path_beside(self, module: str, neighbour: str) -> str:
         """The renamed path of ``module`` in the same part of the model as the existing path ``neighbour``."""

@@ -8,19 +8,15 @@ code; the parameter becomes a property that decodes. So whatever the model class
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness.exl3 import decode, decode_torch
-from harness.exl3.layout import TILE
-from harness.exl3.tensors import PADDING, Exl3Linear
-
-#: dtypes that both decoders write directly; any other is decoded in float32 and cast.
-_DECODED = (torch.float32, torch.bfloat16, torch.float16)
+from harness.exl3.hf_place import PackedPlace, write_packed
+from harness.exl3.tensors import Exl3Linear
 
 
 class PackedTensors(nn.Module):
@@ -69,52 +65,21 @@ class PackedTensors(nn.Module):
         return self
 
 
-def _all() -> slice:
-    return slice(None)
-
-
-@dataclass(slots=True, kw_only=True)
-class Piece:
-    """Where one packed linear lands in a dense parameter: ``target[expert][rows, columns]``, as ``[out, in]``.
-
-    ``transposed``: the parameter holds ``[in, out]``. ``taken``: only these rows of the packed linear are used.
-    """
-
-    source: PackedTensors
-    rows: slice = field(default_factory=_all)
-    columns: slice = field(default_factory=_all)
-    expert: int | None = None
-    transposed: bool = False
-    taken: tuple[int, int] | None = None
-
-    def write(self, target: torch.Tensor) -> None:
-        """Decode into the piece's place of the dense parameter ``target``."""
-        view = target if self.expert is None else target[self.expert]
-        view = (view.T if self.transposed else view)[self.rows, self.columns]
-        linear = self.source.packed()
-        if self.taken is None:
-            _decode_into(linear, view)
-        elif self.taken[0] % PADDING == 0:
-            _decode_into(_columns(linear, *self.taken), view)
-        else:
-            view.copy_(_decoder(view).dense_weight(linear, torch.float32)[slice(*self.taken)])
-
-
 @dataclass(slots=True, kw_only=True)
 class Assembly:
-    """A dense parameter and the packed pieces that fill it."""
+    """A dense parameter, and the packed linears that fill it with their places."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Piece]
+    pieces: list[tuple[PackedTensors, PackedPlace]]
 
     @torch.no_grad()
     def build(self) -> torch.Tensor:
         """Decode every piece, in float32, cast once to ``dtype``."""
-        device = self.pieces[0].source.packed().trellis.device
+        device = self.pieces[0][0].packed().trellis.device
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
-        for piece in self.pieces:
-            piece.write(target)
+        for source, place in self.pieces:
+            write_packed(place, source.packed(), target)
         return target
 
 
@@ -200,30 +165,3 @@ def check_packed(model: nn.Module) -> None:
 def packed_owners(model: nn.Module) -> list[PackedOwner]:
     """Every module of ``model`` whose parameters are decoded when used."""
     return [module for module in model.modules() if isinstance(module, PackedOwner)]
-
-
-def _decoder(view: torch.Tensor) -> Any:
-    return decode if view.device.type == "cpu" else decode_torch
-
-
-def _decode_into(linear: Exl3Linear, view: torch.Tensor) -> None:
-    """Decode ``linear`` into ``view`` [out, in], which may lie anywhere in a larger tensor."""
-    if view.dtype in _DECODED and view.stride(-1) == 1:
-        _decoder(view).dense_weight(linear, view.dtype, out=view)
-    else:
-        view.copy_(_decoder(view).dense_weight(linear, torch.float32))
-
-
-def _columns(linear: Exl3Linear, start: int, stop: int) -> Exl3Linear:
-    """Output columns of a packed linear from a block border on: Hadamard blocks decode on their own."""
-    padded = -(-stop // PADDING) * PADDING
-    return Exl3Linear(
-        name=linear.name,
-        trellis=linear.trellis[:, start // TILE : padded // TILE].contiguous(),
-        suh=linear.suh,
-        svh=linear.svh[start:padded],
-        codebook=linear.codebook,
-        bias=None,
-        in_features=linear.in_features,
-        out_features=stop - start,
-    )

@@ -5,28 +5,46 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from harness.errors import CheckpointError
+from harness.exl3 import decode, decode_torch
 from harness.exl3.checkpoint import PackedModule
 from harness.exl3.hf_names import FUSED, Landing
-from harness.exl3.tensors import PADDING
+from harness.exl3.layout import TILE
+from harness.exl3.tensors import PADDING, Exl3Linear
 
 _WRONG_MODEL = "use the config.json that belongs to these shards, or fetch the missing shard"
-Landed = tuple[Landing, PackedModule]
+#: dtypes that both decoders write directly; any other is decoded in float32 and cast.
+_DECODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One packed linear with the sizes the model gives it, and where it lands: ``target[expert][rows, columns]``.
+class PlainPart:
+    """A plain tensor [out, in] that is one part of a larger parameter."""
+
+    name: str
+    padded_in: int
+    padded_out: int
+
+
+P = TypeVar("P", bound=PackedModule | PlainPart)
+
+
+Experts = dict[int | None, list[tuple[Landing, P]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Generic[P]):
+    """One stored linear with the sizes the model gives it, and where it lands: ``target[expert][rows, columns]``.
 
     ``taken``: the rows of the packed linear that land there, when it is shared by several parameters.
     """
 
-    module: PackedModule
+    module: P
     in_features: int
     out_features: int
     rows: slice = field(default_factory=lambda: slice(None))
@@ -35,10 +53,19 @@ class Place:
     transposed: bool = False
     taken: tuple[int, int] | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether the packed linear fills its parameter alone."""
+        everything = slice(None)
+        return self.expert is None and self.taken is None and (self.rows, self.columns) == (everything, everything)
+
+
+PackedPlace = Place[PackedModule]
+
 
 def places(
-    param: str, landed: Sequence[Landed], owner: nn.Module, state: Mapping[str, torch.Tensor], config: Any
-) -> list[Place]:
+    param: str, landed: Sequence[tuple[Landing, P]], owner: nn.Module, state: Mapping[str, torch.Tensor], config: Any
+) -> list[Place[P]]:
     """Divide the parameter ``param`` among the packed linears that landed on it.
 
     Raises:
@@ -53,6 +80,10 @@ def places(
     found = []
     for expert, slots in experts.items():
         first = slots[0][0]
+        if first.whole:
+            module = slots[0][1]
+            found.append(Place(module=module, in_features=columns, out_features=rows, transposed=transposed))
+            continue
         across = columns if first.columns else rows
         sizes = _sizes(param, across, [(m.padded_in if first.columns else m.padded_out) for _, m in slots], config)
         strided = expert is not None and len(slots) > 1 and getattr(owner, "is_concatenated", True) is False
@@ -72,8 +103,8 @@ def places(
     return found
 
 
-def _by_expert(param: str, landed: Sequence[Landed], shape: tuple[int, ...]) -> dict[int | None, list[Landed]]:
-    experts: dict[int | None, list[Landed]] = defaultdict(list)
+def _by_expert(param: str, landed: Sequence[tuple[Landing, P]], shape: tuple[int, ...]) -> Experts[P]:
+    experts: Experts[P] = defaultdict(list)
     for landing, module in landed:
         experts[landing.expert].append((landing, module))
     wanted: list[int | None] = [None] if len(shape) == 2 else list(range(shape[0]))
@@ -95,7 +126,9 @@ def _by_expert(param: str, landed: Sequence[Landed], shape: tuple[int, ...]) -> 
     return dict(experts)
 
 
-def _is_transposed(owner: nn.Module, shape: tuple[int, ...], experts: Mapping[int | None, list[Landed]]) -> bool:
+def _is_transposed(
+    owner: nn.Module, shape: tuple[int, ...], experts: Mapping[int | None, list[tuple[Landing, P]]]
+) -> bool:
     """Whether a stack holds ``[in, out]``: the model class says so, else the padded sizes do."""
     if len(shape) == 2:
         return False
@@ -140,7 +173,7 @@ def _cuts(sizes: Sequence[int], strided: bool) -> Iterator[slice]:
         start += size
 
 
-def _part_of_fused(param: str, landing: Landing, module: PackedModule, state: Mapping[str, torch.Tensor]) -> Place:
+def _part_of_fused(param: str, landing: Landing, module: P, state: Mapping[str, torch.Tensor]) -> Place[P]:
     """``param`` is the part ``landing.slot`` of a linear that EXL3 stores fused."""
     parent, leaf = param.removesuffix(".weight").rpartition(".")[::2]
     parts = FUSED[module.name.rpartition(".")[2]]
@@ -153,4 +186,40 @@ def _part_of_fused(param: str, landing: Landing, module: PackedModule, state: Ma
         in_features=state[param].shape[1],
         out_features=sum(sizes),
         taken=(start, start + sizes[landing.slot]),
+    )
+
+
+def view_of(place: Place[Any], target: torch.Tensor) -> torch.Tensor:
+    """The part of the dense parameter ``target`` that ``place`` fills, as [out, in]."""
+    view = target if place.expert is None else target[place.expert]
+    return (view.T if place.transposed else view)[place.rows, place.columns]
+
+
+def write_packed(place: Place[Any], linear: Exl3Linear, target: torch.Tensor) -> None:
+    """Decode ``linear``, in float32, into its place of the dense parameter ``target``, cast once to its dtype."""
+    view = view_of(place, target)
+    decoder = decode if view.device.type == "cpu" else decode_torch
+    if place.taken is not None and place.taken[0] % PADDING:
+        view.copy_(decoder.dense_weight(linear, torch.float32)[slice(*place.taken)])
+        return
+    if place.taken is not None:
+        linear = _columns(linear, *place.taken)
+    if view.dtype in _DECODED and view.stride(-1) == 1:
+        decoder.dense_weight(linear, view.dtype, out=view)
+    else:
+        view.copy_(decoder.dense_weight(linear, torch.float32))
+
+
+def _columns(linear: Exl3Linear, start: int, stop: int) -> Exl3Linear:
+    """Output columns of a packed linear from a block border on: Hadamard blocks decode on their own."""
+    padded = -(-stop // PADDING) * PADDING
+    return Exl3Linear(
+        name=linear.name,
+        trellis=linear.trellis[:, start // TILE : padded // TILE].contiguous(),
+        suh=linear.suh,
+        svh=linear.svh[start:padded],
+        codebook=linear.codebook,
+        bias=None,
+        in_features=linear.in_features,
+        out_features=stop - start,
     )

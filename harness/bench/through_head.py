@@ -1,0 +1,73 @@
+"""Scoring from hidden states through the head: against whole logits in torch, and against the bare products."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.bench.baselines import naive_head
+from harness.bench.figure import Figure
+from harness.bench.limits import gemm_probes
+from harness.bench.made_up import made_up_head
+from harness.bench.timing import Work, extra_megabytes, interleaved, one_thread
+from harness.scoring import score_hidden
+
+#: Columns of the product that the probe measures: it fits the cache as a kernel's tile does.
+PROBE_COLUMNS = 2048
+
+
+def run(vocab: int, width: int, positions: int, rounds: int, probe: float) -> list[Figure]:
+    """One thread; ``positions`` of each side, so twice as many stacked rows share the head.
+
+    ``probe``: floating-point operations of one measurement of the bare product.
+    """
+    generator = torch.Generator().manual_seed(13)
+    head = made_up_head(vocab, width)
+    teacher = torch.randn(positions, width, generator=generator)
+    candidate = (teacher + 0.05 * torch.randn(positions, width, generator=generator)).to(torch.bfloat16)
+    teacher, targets = teacher.to(torch.bfloat16), torch.randint(vocab, (positions,), generator=generator)
+
+    def ours() -> object:
+        return score_hidden(teacher, candidate, targets, teacher_head=head, candidate_head=head, threads=1)
+
+    def whole() -> object:
+        return naive_head(teacher, candidate, head.weight_VH, targets)
+
+    with one_thread():
+        score_hidden(teacher[:2], candidate[:2], targets[:2], teacher_head=head, candidate_head=head, threads=1)
+        gflops = _gemm_rates(2 * positions, width, vocab, probe)
+        extra = extra_megabytes(ours)
+        seconds = interleaved({"ours": ours, "naive": whole}, rounds, warm=False)
+        again = _gemm_rates(2 * positions, width, vocab, probe)
+    best = {name: max(gflops[name], again[name]) for name in gflops}
+    return _figures(vocab, width, positions, seconds, best, extra)
+
+
+def _gemm_rates(rows: int, width: int, vocab: int, probe: float) -> dict[str, float]:
+    """GFLOP per CPU second of each BLAS on a product of the kernel's shape."""
+    works, flops = gemm_probes(rows, width, min(PROBE_COLUMNS, vocab))
+    repeat = max(1, int(probe / flops))
+
+    def many(work: Work) -> Work:
+        return lambda: [work() for _ in range(repeat)] and None
+
+    seconds = interleaved({name: many(work) for name, work in works.items()}, 3)
+    return {name: repeat * flops / value / 1e9 for name, value in seconds.items()}
+
+
+def _figures(
+    vocab: int, width: int, positions: int, seconds: dict[str, float], gflops: dict[str, float], extra: float
+) -> list[Figure]:
+    shape = f"V={vocab:,} H={width:,}, {2 * positions} stacked rows"
+    ours = 2.0 * (2 * positions) * width * vocab / seconds["ours"] / 1e9
+    figures = [
+        Figure(name=f"GEMM {name}, {shape}", value=value, unit="GFLOP/CPU-s") for name, value in gflops.items()
+    ] + [
+        Figure(name=f"{name} through the head, {shape}", value=positions / value, unit="positions/CPU-s")
+        for name, value in seconds.items()
+    ]
+    figures += [
+        Figure(name=f"x naive torch f32, {shape}", value=seconds["naive"] / seconds["ours"], unit="", least=1.8),
+        Figure(name=f"% of the best GEMM, {shape}", value=100 * ours / max(gflops.values()), unit="", least=88.0),
+    ]
+    name = f"ours through the head, {shape}: extra"
+    return [*figures, Figure(name=name, value=extra, unit="MB", most=64.0)]

@@ -1,0 +1,89 @@
+"""CPU seconds, medians and memory: how the bench measures, so that a busy machine moves ratios as little as it can."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+import torch
+from threadpoolctl import threadpool_limits
+
+Work = Callable[[], object]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Everything on one thread: a pool that waits by spinning would count its waiting as CPU time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(limits=1):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def cpu_seconds(work: Work) -> float:
+    """CPU time of this process while ``work`` runs."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def wall_seconds(work: Work) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def interleaved(
+    works: Mapping[str, Work], rounds: int, *, clock: Callable[[Work], float] = cpu_seconds, warm: bool = True
+) -> dict[str, float]:
+    """Median seconds of each work, run in turns (A B C A B C ...): a slow spell of the machine hits all of them."""
+    if warm:
+        for work in works.values():
+            work()
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            seconds[name].append(clock(work))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def extra_megabytes(work: Work) -> float:
+    """Growth of this process's resident memory at its highest while ``work`` runs, sampled each half millisecond."""
+    gc.collect()
+    _trim()
+    process = psutil.Process()
+    start = peak = process.memory_info().rss
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.0005):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        kept = work()
+        peak = max(peak, process.memory_info().rss)
+        del kept
+    finally:
+        done.set()
+        watcher.join()
+    return (peak - start) / 1e6
+
+
+def _trim() -> None:
+    """Give freed memory back to the system where the C library can, so that its reuse is seen as growth."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return

@@ -1,0 +1,52 @@
+"""``fidelity bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from harness.bench import Figure, Section
+
+
+def bench(
+    only: Annotated[list[str] | None, typer.Option(help="Run this section alone; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it runs, its figures mean nothing.")] = False,
+    out: Annotated[Path, typer.Option(help="Where to write the figures as JSON.")] = Path("reports/bench.json"),
+) -> None:
+    """Measure kernels, EXL3 decoding, the capture store and memory, with targets beside the values (minutes)."""
+    from rich.console import Console
+
+    from harness.bench import FULL, TINY, bench_json, run_bench
+    from harness.store import write_json
+
+    sizes = TINY if quick else FULL
+    sections = run_bench(sizes, only or ())
+    write_json(out, bench_json(sections, sizes))
+    console = Console()
+    for section in sections:
+        console.print(_table(section))
+    figures = [figure for section in sections for figure in section.figures if figure.met is not None]
+    met = sum(bool(figure.met) for figure in figures)
+    console.print(f"{met} of {len(figures)} targets met; figures in {out}")
+
+
+def _table(section: Section):  # type: ignore[no-untyped-def]
+    from rich.table import Table
+
+    table = Table(title=f"{section.name} ({section.seconds:.0f} s)", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("unit")
+    table.add_column("target")
+    table.add_column("")
+    for figure in section.figures:
+        table.add_row(figure.name, f"{figure.value:,.4g}", figure.unit, figure.target, _verdict(figure))
+    return table
+
+
+def _verdict(figure: Figure) -> str:
+    marks = {None: "", True: "[green]met[/green]", False: "[red]not met[/red]"}
+    return " ".join(part for part in (marks[figure.met], f"[dim]{figure.note}[/dim]" if figure.note else "") if part)

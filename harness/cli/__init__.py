@@ -10,6 +10,7 @@ import typer
 
 from harness.cli import exl3, panel, teacher
 from harness.cli.compare import compare
+from harness.cli.bench import bench
 from harness.cli.doctor import doctor
 from harness.cli.imports import import_g4
 from harness.cli.measure import measure
@@ -27,6 +28,7 @@ app.add_typer(exl3.app, name="exl3")
 app.add_typer(teacher.app, name="teacher")
 app.command()(measure)
 app.command()(doctor)
+app.command()(bench)
 app.command()(compare)
 app.command("import-g4")(import_g4)
 

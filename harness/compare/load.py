@@ -17,6 +17,19 @@ from harness.receipt import Measurement, load_measurement
 from harness.types import SCORE_DTYPES
 
 KEYS = ("row", "position", "target")
+#: The columns that a comparison reads; the others only have to be there.
+USED = (
+    "kl",
+    "kl_reverse",
+    "nll_teacher",
+    "nll_candidate",
+    "top1_teacher",
+    "top1_candidate",
+    "agree",
+    "p_top1_teacher",
+    "tv",
+    "top5_overlap",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +87,15 @@ def _positions(folder: Path, measurement: Measurement) -> dict[str, np.ndarray]:
             f"{folder.name}/positions.parquet is not what its measurement.json was made from", "measure again"
         )
     try:
-        table = pq.read_table(file)
+        missing = set(KEYS) | set(SCORE_DTYPES)
+        missing -= set(pq.read_schema(file).names)
+        table = pq.read_table(file, columns=[*KEYS, *USED]) if not missing else None
     except (pa.ArrowException, OSError) as error:
         problem = str(error).splitlines()[0]
         raise Refused(f"{folder.name}/positions.parquet cannot be read: {problem}", "measure again") from error
-    missing = [name for name in (*KEYS, *SCORE_DTYPES) if name not in table.column_names]
-    if missing:
-        raise Refused(f"{folder.name}/positions.parquet lacks {', '.join(missing)}", "measure again")
-    columns = {name: table[name].to_numpy() for name in (*KEYS, *SCORE_DTYPES)}
+    if table is None:
+        raise Refused(f"{folder.name}/positions.parquet lacks {', '.join(sorted(missing))}", "measure again")
+    columns = {name: table[name].to_numpy() for name in (*KEYS, *USED)}
     order = np.lexsort((columns["position"], columns["row"]))
     columns = {name: values[order] for name, values in columns.items()}
     _refuse_doubles(folder.name, columns)

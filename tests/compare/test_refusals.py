@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from harness.compare import compare
 from harness.compare.build import correct
+from harness.digest import file_digest
 from harness.errors import IncomparableError, Refused
-from harness.receipt import load_measurement
+from harness.receipt import load_measurement, save_measurement
 from harness.registration import Registration
 from tests.compare.fake_arms import World, side, started
 
@@ -284,3 +285,15 @@ def test_the_import_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["import-g4", str(file), "-o", str(tmp_path / "out"), "--name", "x"])
     assert result.exit_code == 0 and "3 rows" in result.output
     assert load_measurement(tmp_path / "out" / "x").name == "x"
+
+
+def test_positions_that_lack_a_column_or_are_no_parquet(base: Path, tmp_path: Path) -> None:
+    lacking = WORLD.run(tmp_path / "l", "B", {k: v for k, v in B.items() if k != "rank"})
+    with pytest.raises(Refused, match="positions.parquet lacks rank"):
+        compare([base, lacking])
+    path = other(tmp_path)
+    (path / "positions.parquet").write_bytes(b"no parquet")
+    found = load_measurement(path).model_copy(update={"positions_sha256": file_digest(path / "positions.parquet")})
+    save_measurement(path, found)
+    with pytest.raises(Refused, match="positions.parquet cannot be read"):
+        compare([base, path])

@@ -4,7 +4,27 @@ On a CPU and without weights, so that a stranger can check a published result. F
 between machines; everything else must be equal. What cannot be checked here is said, never passed over.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.errors import UsageError
+from harness.verify.card import verify_card
+from harness.verify.comparison import verify_comparison
 from harness.verify.outcome import Finding, Outcome, as_json
 from harness.verify.run import verify_run
 
-__all__ = ["Finding", "Outcome", "as_json", "verify_run"]
+__all__ = ["Finding", "Outcome", "as_json", "verify", "verify_card", "verify_comparison", "verify_run"]
+
+
+def verify(path: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
+    """Check a run folder, a comparison folder or a card's folder, whichever ``path`` is (or a file in it)."""
+    folder = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise UsageError(f"{path.name} is not there", "name a run folder, a comparison folder or a card's folder")
+    if (folder / "comparison.json").is_file():
+        return verify_comparison(folder, runs=runs, panel=panel)
+    if (folder / "measurement.json").is_file():
+        return verify_run(folder, panel=panel)
+    return verify_card(folder, runs=runs, panel=panel)

@@ -1,0 +1,82 @@
+"""``fidelity card`` and ``fidelity verify``: what may a model card say, and does it still say what was measured?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from harness.verify import Outcome
+
+
+def card(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Run folders (the baseline first, the card's subject last) or comparisons."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The card's folder; its README.md is made or merged into.")],
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when the card is stale.")] = False,
+    subject: Annotated[str | None, typer.Option(help="Name of the measurement that the card is about.")] = None,
+    decimals: Annotated[
+        int | None, typer.Option(min=0, max=12, help="Decimals of means; else as intervals allow.")
+    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the teacher, where the receipts have none.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Hub id of the quant itself.")] = None,
+    panel: Annotated[Path | None, typer.Option(help="Panel folder, for its registration.")] = None,
+    floor: Annotated[Path | None, typer.Option(help="Run folder of the teacher against itself.")] = None,
+    anchor: Annotated[list[Path] | None, typer.Option(help="Run folder of an anchor; may be repeated.")] = None,
+    positions: Annotated[
+        bool,
+        typer.Option("--positions/--no-positions", help="Copy positions.parquet too: strangers can verify."),
+    ] = False,
+) -> None:
+    """Write a model card from receipts: tables, pictures, front matter."""
+    from harness.report.card import Options, collect
+    from harness.report.card_write import check_card, write_card
+
+    parts = collect(runs, panel=panel, floor=floor, anchors=anchor or [])
+    options = Options(subject=subject, decimals=decimals, base_model=base_model, repo=repo)
+    if check:
+        stale = check_card(parts, options, out)
+        for line in stale:
+            typer.echo(line)
+        typer.echo(f"{out.name}: stale, {len(stale)} lines differ" if stale else f"{out.name}: up to date")
+        raise typer.Exit(1 if stale else 0)
+    made = write_card(parts, options, out, positions=positions)
+    for warning in made.warnings:
+        typer.echo(f"note: {warning}", err=True)
+    typer.echo(f"wrote {out.name}/README.md")
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A run folder, a comparison folder, or a card's folder.")],
+    run: Annotated[list[Path] | None, typer.Option(help="Run folder behind a comparison; may be repeated.")] = None,
+    panel: Annotated[Path | None, typer.Option(help="The panel's folder: are these its tokens?")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Compute again all that a receipt or a card states, without weights; names whatever differs."""
+    from harness.verify import as_json as record
+    from harness.verify import verify as check
+
+    outcome = check(path, runs=run or [], panel=panel)
+    if as_json:
+        typer.echo(json.dumps(record(outcome), indent=1, ensure_ascii=False))
+    else:
+        _show(outcome)
+    raise typer.Exit(0 if outcome.ok else 1)
+
+
+def _show(outcome: Outcome) -> None:
+    for line in outcome.checked:
+        typer.echo(f"same       {line}")
+    for line in outcome.unchecked:
+        typer.echo(f"NOT CHECKED {line}")
+    for finding in outcome.findings:
+        typer.echo(f"DIFFERS    {finding.where}: stated {finding.stated}, found {finding.found}")
+    verdict = "everything that could be checked holds" if outcome.ok else f"{len(outcome.findings)} things differ"
+    typer.echo(f"{outcome.name}: {verdict}")

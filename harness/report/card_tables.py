@@ -1,0 +1,323 @@
+"""The card's tables from comparison.json or one measurement: every metric, those that got worse too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair
+from harness.receipt import Measurement
+from harness.report.numbers import bracket, count, number, percent, signed, size, supported_decimals, with_interval
+
+#: A quantile that its receipt withholds is not printed (FAULTS B 25).
+WITHHELD = "withheld"
+LABELS = {
+    "kl_mean": "KL mean",
+    "nll_candidate": "NLL, nats",
+    "top1_agreement": "top-1 agreement",
+    "top5_overlap": "top-5 overlap",
+    "tv_mean": "total variation",
+    "kl_reverse_mean": "KL(candidate‖teacher) mean",
+    "delta_p": "Δp of the true token",
+    "delta_p_abs": "abs(Δp) of the true token",
+    "tail_rate_0.1": "positions with KL > 0.1 nats",
+    "tail_rate_1": "positions with KL > 1 nats",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One metric: a value for each arm, the change of the subject against the baseline, and what it means."""
+
+    name: str
+    values: tuple[str, ...]
+    change: str = ""
+    interval: str = ""
+    verdict: str = ""
+    worse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """The table Measured quality of one comparison: arm names, rows, and the sentences under it."""
+
+    arms: tuple[str, ...]
+    rows: list[Row]
+    sentences: list[str]
+    got_worse: list[str]
+    references: list[Row]
+    bars: list[Row]
+
+
+def metric_name(metric: str, estimator: str) -> str:
+    """The table's name of a metric, with its kind where it is a bound."""
+    name = LABELS.get(metric, metric)
+    is_kl = metric.startswith(("kl_", "tail_rate"))
+    return f"{name} (lower bound)" if is_kl and estimator == "lower_bound" else name
+
+
+def quality(c: Comparison, subject: str, *, decimals: int | None = None) -> Quality:
+    """All metrics of all arms, and the subject's paired difference to the baseline."""
+    pair = next(p for p in c.pairs if p.other == subject)
+    arms = [c.arms[0], *(a for a in c.arms[1:] if a.name != subject), next(a for a in c.arms if a.name == subject)]
+    rows = [_metric_row(c, arms, d, decimals) for d in pair.differences]
+    rows += [_ppl_row(arms, pair, decimals), *_quantile_rows(c, arms), *_largest_row(c, arms)]
+    return Quality(
+        arms=tuple(arm.name for arm in arms),
+        rows=rows,
+        sentences=[_wins_sentence(pair), *_others(c, subject), *_band(c, pair), _margins(pair)],
+        got_worse=[f"{row.name} ({row.values[0]} to {row.values[-1]})" for row in rows if row.worse],
+        references=reference_rows(c, decimals),
+        bars=bar_rows(c, subject),
+    )
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _metric_row(c: Comparison, arms: Sequence[ArmResult], d: Difference, decimals: int | None) -> Row:
+    places = decimals if decimals is not None else supported_decimals(d.difference.low, d.difference.high)
+    change, interval = _share_change(d) if d.unit == "share" else _nats_change(d)
+    return Row(
+        name=metric_name(d.metric, c.estimator) + (" (primary)" if d.role == "primary" else ""),
+        values=tuple(number(_value(arm, d.metric), places) for arm in arms),
+        change=change,
+        interval=interval,
+        verdict=_verdict(d),
+        worse=_is_worse(d.baseline, d.other, d.lower_is_better),
+    )
+
+
+def _value(arm: ArmResult, metric: str) -> float | None:
+    figure = arm.metrics.get(metric)
+    return None if figure is None else figure.estimate
+
+
+def _is_worse(baseline: float, other: float, lower_is_better: bool | None) -> bool:
+    if lower_is_better is None:
+        return False
+    return other > baseline if lower_is_better else other < baseline
+
+
+def _share_change(d: Difference) -> tuple[str, str]:
+    """A share changes by percentage points."""
+    figure = scaled(d.difference, 100.0)
+    places = supported_decimals(figure.low, figure.high)
+    return f"{signed(figure.estimate, 2 if places is None else max(2, places))} pp", _ends(figure, "pp")
+
+
+def _nats_change(d: Difference) -> tuple[str, str]:
+    """KL changes by a share of the baseline, with the interval in nats; NLL by nats alone."""
+    ends = _ends(d.difference, "nats")
+    if d.pooled_ratio is not None:
+        return relative(d.baseline, d.other), ends
+    places = supported_decimals(d.difference.low, d.difference.high)
+    return f"{signed(d.difference.estimate, places)} nats", ends
+
+
+def relative(baseline: float, other: float) -> str:
+    """``-15.3 %``."""
+    if not baseline:
+        return "n/a" if other else "0 %"
+    share = 100 * (other / baseline - 1)
+    return f"{signed(share, 1)} %" if share else "0 %"
+
+
+def scaled(figure: Figure, factor: float) -> Figure:
+    """The figure in another unit."""
+    ends = {name: None if (v := getattr(figure, name)) is None else factor * v for name in ("low", "high")}
+    return figure.model_copy(update={"estimate": factor * figure.estimate, **ends})
+
+
+def _ends(figure: Figure, unit: str) -> str:
+    return f"{bracket(figure)} {unit}" if figure.low is not None else f"none: {figure.note}"
+
+
+def _verdict(d: Difference) -> str:
+    if d.lower_is_better is None:
+        return "no matter of fidelity"
+    return d.verdict if d.role != "other" else f"{d.verdict} (not registered)"
+
+
+def _ppl_row(arms: Sequence[ArmResult], pair: Pair, decimals: int | None) -> Row:
+    ratio = pair.ppl_ratio
+    change = scaled(ratio.model_copy(update=_minus_one(ratio)), 100.0)
+    places = decimals if decimals is not None else _ppl_decimals(pair)
+    return Row(
+        name="ppl_token",
+        values=tuple(number(arm.ppl_token.estimate, places) for arm in arms),
+        change=f"{signed(change.estimate, 1)} %" if change.estimate else "0 %",
+        interval=_ends(change, "%"),
+        verdict="see NLL",
+        worse=ratio.estimate > 1,
+    )
+
+
+def _minus_one(ratio: Figure) -> dict[str, float | None]:
+    ends = {name: None if (v := getattr(ratio, name)) is None else v - 1 for name in ("low", "high")}
+    return {"estimate": ratio.estimate - 1, **ends}
+
+
+def _ppl_decimals(pair: Pair) -> int | None:
+    nll = next((d.difference for d in pair.differences if d.metric == "nll_candidate"), None)
+    return None if nll is None else supported_decimals(nll.low, nll.high)
+
+
+def _quantile_rows(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
+    """Quantiles by themselves: their difference has no interval here, so no verdict either."""
+    rows = []
+    for name in ("p50", "p95", "p99", "p99.9"):
+        values = [quantile(arm, name) for arm in arms]
+        if all(value is None for value in values):
+            continue
+        first, last = values[0], values[-1]
+        known = first is not None and last is not None
+        rows.append(
+            Row(
+                name=f"KL {name}" + (" (lower bound)" if c.estimator == "lower_bound" else ""),
+                values=tuple(WITHHELD if value is None else number(value) for value in values),
+                change=relative(first, last) if first is not None and last is not None else "",
+                interval="not computed",
+                verdict="description",
+                worse=known and _is_worse(first or 0.0, last or 0.0, True),
+            )
+        )
+    return rows
+
+
+def quantile(arm: ArmResult, name: str) -> float | None:
+    """A quantile of an arm, from its positions or as its receipt published it; None where it is withheld."""
+    figure = arm.quantiles.get(name)
+    if figure is not None:
+        return None if name == "p99.9" and figure.low is None else figure.estimate
+    return arm.published.get(f"kl_{name}")
+
+
+def _largest_row(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
+    """The maxima: values and N, without interval or verdict (FAULTS A 67)."""
+    found = [arm.largest for arm in arms]
+    if any(value is None for value in found):
+        return []
+    values = [value.value for value in found if value is not None]
+    return [
+        Row(
+            name="KL max" + (" (lower bound)" if c.estimator == "lower_bound" else ""),
+            values=tuple(number(value) for value in values),
+            change=relative(values[0], values[-1]),
+            interval=f"a maximum of {count(c.paired_on.positions)} positions has none",
+            verdict="description",
+            worse=values[-1] > values[0],
+        )
+    ]
+
+
+# ---- sentences and smaller tables ------------------------------------------------------------------------------------
+
+
+def _wins_sentence(pair: Pair) -> str:
+    """``top-1 agreement higher on 32/32 rows, KL lower on 32/32, NLL lower on 32/32; no row regresses on any.``"""
+    parts, losses = [], []
+    for metric, name in (("top1_agreement", "top-1 agreement"), ("kl_mean", "KL"), ("nll_candidate", "NLL")):
+        d = next((d for d in pair.differences if d.metric == metric), None)
+        if d is None:
+            continue
+        s = d.signs
+        won, lost = (s.rows_lower, s.rows_higher) if d.lower_is_better else (s.rows_higher, s.rows_lower)
+        word = "lower" if d.lower_is_better else "higher"
+        tied = f" ({s.rows_tied} tied)" if s.rows_tied else ""
+        parts.append(f"{name} {word} on {won}/{s.rows} rows{tied}")
+        losses += [f"{lost} on {name}"] if lost else []
+    tail = f"Rows that regress: {', '.join(losses)}." if losses else "No row regresses on any of these."
+    return f"{pair.other} against {pair.baseline}: {', '.join(parts)}. {tail}"
+
+
+def _others(c: Comparison, subject: str) -> list[str]:
+    return [_wins_sentence(pair) for pair in c.pairs if pair.other != subject]
+
+
+def _band(c: Comparison, pair: Pair) -> list[str]:
+    """With several candidates the primary verdict rests on a band that holds for all of them at once."""
+    d = pair.primary
+    if d.band is None or d.band.low is None:
+        return []
+    band = scaled(d.band, 100.0) if d.unit == "share" else d.band
+    unit = "pp" if d.unit == "share" else d.unit
+    name = metric_name(d.metric, c.estimator)
+    return [f"{name}: band that holds for all {len(c.pairs)} candidates at once {bracket(band)} {unit}."]
+
+
+def _margins(pair: Pair) -> str:
+    """The largest differences that do not matter, and where they come from."""
+    margins = [f"{LABELS.get(d.metric, d.metric)} {d.margin_source}" for d in pair.differences if d.margin is not None]
+    return f"Verdicts weigh the paired interval against a margin ({'; '.join(margins)})."
+
+
+def reference_rows(c: Comparison, decimals: int | None = None) -> list[Row]:
+    """Floor and anchors of the same panel, never ranked."""
+    return [
+        Row(
+            name=f"{r.kind}: {r.name}",
+            values=(with_interval(r.kl.estimate, r.kl, decimals), percent(r.top1_agreement)),
+        )
+        for r in c.references
+    ]
+
+
+def bar_rows(c: Comparison, subject: str) -> list[Row]:
+    """Registered bars of the subject, met or not."""
+    return [
+        Row(
+            name=bar.name,
+            values=(bar.statement, number(bar.value), number(bar.threshold)),
+            verdict="not known" if bar.met is None else ("met" if bar.met else "**not met**"),
+            worse=bar.met is False,
+        )
+        for bar in c.bars
+        if bar.arm == subject
+    ]
+
+
+# ---- one measurement alone -------------------------------------------------------------------------------------------
+
+
+def single_quality(m: Measurement, *, decimals: int | None = None) -> Quality:
+    """The quality table of one measurement: values and intervals, nothing to compare with."""
+    s, bound = m.summary, " (lower bound)" if m.estimator == "lower_bound" else ""
+    rows = [
+        _single(m, "top-1 agreement", "top1_agreement", decimals),
+        _single(m, f"KL mean{bound}", "kl_mean", decimals),
+        *(
+            Row(name=f"KL {name}{bound}", values=(WITHHELD if s.get(key) is None else number(s[key]),))
+            for name, key in (("p50", "kl_p50"), ("p95", "kl_p95"), ("p99", "kl_p99"), ("p99.9", "kl_p999"))
+            if key in s
+        ),
+        Row(
+            name=f"KL max{bound}",
+            values=(number(s["kl_max"]),),
+            interval=f"a maximum of {count(m.positions)} positions has none",
+        ),
+        _single(m, "total variation", "tv_mean", decimals),
+        _single(m, "KL(candidate‖teacher) mean", "kl_reverse_mean", decimals),
+        _single(m, "top-5 overlap", "top5_overlap", decimals),
+        *(_single(m, metric_name(f"tail_rate_{t}", m.estimator), f"tail_rate_{t}", decimals) for t in ("0.1", "1")),
+        _single(m, "NLL of the candidate, nats", "nll_candidate", decimals),
+        _single(m, "NLL of the teacher, nats", "nll_teacher", decimals),
+        _single(m, "ppl_token of the candidate", "ppl_token_candidate", decimals),
+        _single(m, "ppl_token of the teacher", "ppl_token_teacher", decimals),
+    ]
+    rows = [row for row in rows if row.values != ("n/a",)]
+    return Quality(arms=(m.name,), rows=rows, sentences=[], got_worse=[], references=[], bars=[])
+
+
+def _single(m: Measurement, name: str, key: str, decimals: int | None) -> Row:
+    interval = m.intervals.get(key)
+    places = decimals
+    if places is None and interval is not None:
+        places = supported_decimals(interval.low, interval.high)
+    ends = bracket(interval) if interval is not None else ""
+    return Row(name=name, values=(number(m.summary.get(key), places),), interval=ends)
+
+
+def size_text(nbytes: int | None) -> str:
+    """``96.11 GB (96,105,137,024 B)``."""
+    return "not in the receipt" if nbytes is None else f"{size(nbytes)} ({count(nbytes)} B)"

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from harness.cli import exl3, panel, teacher
+from harness.cli.card import card, verify
 from harness.cli.compare import compare
 from harness.cli.bench import bench
 from harness.cli.doctor import doctor
@@ -30,6 +31,8 @@ app.command()(measure)
 app.command()(doctor)
 app.command()(bench)
 app.command()(compare)
+app.command()(card)
+app.command()(verify)
 app.command("import-g4")(import_g4)
 
 

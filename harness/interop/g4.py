@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +137,8 @@ def import_files(files: list[Path], out: Path, names: list[str]) -> list[Path]:
     """Import several receipts into run folders under ``out``; returns the folders in order."""
     if names and len(names) != len(files):
         raise UsageError(f"{len(names)} names for {len(files)} files", "give --name once for each file, in order")
-    measurements = [import_g4(f, name=n) for f, n in zip(files, names or repeat(None))]
+    wanted: list[str | None] = [*names] or [None] * len(files)
+    measurements = [import_g4(file, name=name) for file, name in zip(files, wanted, strict=True)]
     folders = [out / slug(m.name) for m in measurements]
     twice = {folder.name for folder in folders if folders.count(folder) > 1}
     if twice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,12 +40,31 @@ def _digest(paths: list[Path], tensors: Iterable[TensorHeader], advance: Advance
     ordered = sorted(tensors, key=lambda header: header.name)
     with ExitStack() as stack:
         files = {path.name: stack.enter_context(path.open("rb")).fileno() for path in paths}
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            parts = pool.map(lambda header: _content(files[header.shard], header), ordered)
-            for header, part in zip(ordered, parts, strict=True):
+        pool = stack.enter_context(ThreadPoolExecutor(min(8, os.cpu_count() or 1)))
+        batches = list(_batches(ordered))
+        for batch, parts in zip(batches, pool.map(lambda batch: _contents(files, batch), batches), strict=True):
+            for header, part in zip(batch, parts, strict=True):
                 whole.update(f"{header.name} {header.dtype} {list(header.shape)} {part}\n".encode())
-                advance(1, header.bytes / 1e6)
+            advance(len(batch), sum(header.bytes for header in batch) / 1e6)
     return whole.hexdigest()
+
+
+def _batches(ordered: list[TensorHeader]) -> Iterator[list[TensorHeader]]:
+    """Runs of tensors that are worth a task: a pack of experts has 150,000 tensors, most of them small."""
+    batch: list[TensorHeader] = []
+    size = 0
+    for header in ordered:
+        batch.append(header)
+        size += header.bytes
+        if size >= _CHUNK:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _contents(files: Mapping[str, int], batch: list[TensorHeader]) -> list[str]:
+    return [_content(files[header.shard], header) for header in batch]
 
 
 def _content(descriptor: int, header: TensorHeader) -> str:

@@ -7,10 +7,17 @@ PANEL ?=
 ROWS ?=
 OPTIONS := $(if $(TEACHER),--teacher $(TEACHER)) $(if $(PANEL),--panel $(PANEL)) $(if $(ROWS),--rows $(ROWS))
 
-.PHONY: help panel test lint doctor clean
+A ?=
+B ?=
+RUNS ?=
+DIR ?= reports/card
+.PHONY: help panel compare card bench test lint doctor clean
 help:
 	@echo "make panel                                   set up, then measure the built-in example"
 	@echo "make panel CANDIDATE=... TEACHER=... PANEL=...  measure your own quant (ROWS=4 for a quick look)"
+	@echo "make compare A=RUN B=RUN                     is B really better than A?"
+	@echo "make card RUNS='RUN RUN' DIR=reports/card    the model card's tables"
+	@echo "make bench                                   speed and accuracy of the kernels on this machine"
 	@echo "make test | lint | doctor | clean"
 
 # torch comes first and alone: on a machine without CUDA it must not be pulled in by another package.
@@ -24,6 +31,15 @@ help:
 
 panel: .venv/.ready
 	@$(BIN)/fidelity measure $(CANDIDATE) $(OPTIONS)
+
+compare: .venv/.ready
+	@$(BIN)/fidelity compare $(A) $(B)
+
+card: .venv/.ready
+	@$(BIN)/fidelity card $(RUNS) -o $(DIR)
+
+bench: .venv/.ready
+	@$(BIN)/fidelity bench
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -m "not gpu and not slow and not vllm" $(ARGS)

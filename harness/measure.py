@@ -176,6 +176,7 @@ def _run(
         key=key,
         checks=checks,
         candidate=candidate.located,
+        panel_folder=request.panel,
     )
     ended = time.time()
     write_json(

@@ -18,6 +18,7 @@ from harness.engines.models import ModelFolder
 from harness.environment import current_source_digest, environment, source_digest
 from harness.errors import Refused, ScoreError
 from harness.receipt import Check, Interval, Measurement, PanelIdentity, SideIdentity, save_measurement
+from harness.registration import with_registration
 from harness.rows import drop_row_files, scores_of
 from harness.stats.bootstrap import mean_kl_interval
 from harness.stats.influence import group_totals, t_interval
@@ -37,6 +38,7 @@ def build_measurement(
     key: str,
     checks: list[Check],
     candidate: ModelFolder,
+    panel_folder: Path,
 ) -> Measurement:
     """Make the receipt of a run whose positions are all there, and write it last."""
     scores, row_N = scores_of(table), table["row"].to_numpy()
@@ -66,6 +68,7 @@ def build_measurement(
         positions_sha256=file_digest(folder / "positions.parquet"),
         notes=[SAME_MODEL] if counts["zero_kl"] == len(scores) else [],
     )
+    measurement = with_registration(measurement, panel_folder)
     save_measurement(folder, measurement)
     drop_row_files(folder)
     return measurement

@@ -107,6 +107,40 @@ def show(
     console.print(_table(lock, loaded, beginnings))
 
 
+@app.command()
+def contamination(
+    panel: PanelArgument,
+    texts: Annotated[list[Path], typer.Argument(metavar="FILE...", help="UTF-8 text, such as calibration data.")],
+    tokenizer: TokenizerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Name the rows of PANEL that share 13 words in a row with FILE; exit code 1 when there are any."""
+    from harness.panel import load_panel, load_recipe, load_tokenizer, tokenizer_digest
+    from harness.panel.contamination import quoted_rows
+
+    loaded = load_tokenizer(tokenizer or load_recipe(panel).tokenizer)
+    sealed = load_panel(panel, tokenizer=tokenizer_digest(loaded))
+    quoted = quoted_rows(sealed, loaded, (_read(file) for file in texts))
+    clean = [row.index for row in sealed.rows if row.index not in quoted]
+    if as_json:
+        typer.echo(json.dumps({"panel": sealed.sha256, "quoted": quoted, "clean": clean}))
+    else:
+        for index, count in quoted.items():
+            typer.echo(f"row {index} ({sealed.rows[index].document}): {count} runs of 13 words in common")
+        typer.echo(f"{len(clean)} of {len(sealed.rows)} rows are clean")
+    if quoted:
+        raise typer.Exit(1)
+
+
+def _read(file: Path) -> str:
+    from harness.errors import UsageError
+
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read as UTF-8 text: {error}", "name a text file") from error
+
+
 def _said(panel: Panel, as_json: bool) -> None:
     facts: dict[str, Any] = {
         "name": panel.name,

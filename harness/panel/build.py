@@ -13,7 +13,6 @@ from harness.errors import PanelError
 from harness.panel.chat import read_chats
 from harness.panel.recipe import AnySource, ChatSource, DatasetSource, Recipe, load_recipe
 from harness.panel.rows import (
-    Bos,
     Document,
     Window,
     bos_of,
@@ -129,27 +128,44 @@ def seal_folder(path: Path, recipe: Recipe, tokenizer: LockTokenizer, *, is_defa
     return path if is_default else path / SEALS_FOLDER / seal_name(tokenizer)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one source gives: its windows, its files, and how many documents were read and too short."""
+
+    windows: list[Window]
+    files: list[LockFile]
+    read: int
+    short: int
+    tokens: int
+
+
 def make_panel(path: Path, recipe: Recipe, tokenizer: Tokenizer, name: str) -> Built:
     """Rows and lock of a recipe for one tokenizer; nothing is written."""
-    bos = bos_of(recipe, tokenizer)
-    windows: list[list[Window]] = []
-    files: list[LockFile] = []
-    read = short = 0
+    taken: list[Taken] = []
     with phase(f"panel {recipe.name}", total=len(recipe.sources), unit="tokens", item="source") as advance:
-        for number, source in enumerate(recipe.sources):
-            texts, locks = read_source(source, number, path, tokenizer)
-            documents = tokenize(texts, source, tokenizer)
-            cut = cut_source(documents, source, number, recipe, bos, tokenizer)
-            windows.append(choose(cut, source, number, recipe))
-            files += locks
-            read += len(documents)
-            short += sum(not some for some in cut)
-            advance(1, float(sum(len(document.ids_T) for document in documents)))
-    order = interleave(windows, recipe)
+        for number in range(len(recipe.sources)):
+            taken.append(take(number, path, recipe, tokenizer))
+            advance(1, float(taken[-1].tokens))
+    order = interleave([one.windows for one in taken], recipe)
     rows = make_rows(order, recipe)
-    overlap = check_rows(rows, recipe, tokenizer)
-    lock = _lock(recipe, tokenizer, name, order, rows, files, LockParts(read=read, short=short, overlap=overlap))
+    overlap = check_rows(rows, [number for number, _ in order], recipe, tokenizer)
+    lock = make_lock(recipe, describe(recipe, tokenizer, name), taken, order, rows, overlap)
     return Built(rows=tuple(rows), lock=lock)
+
+
+def take(number: int, path: Path, recipe: Recipe, tokenizer: Tokenizer) -> Taken:
+    """Read, tokenise, cut and choose the rows of one source."""
+    source = recipe.sources[number]
+    texts, files = read_source(source, number, path, tokenizer)
+    documents = [tokenize(text, tokenizer) for text in texts]
+    windows = cut_source(documents, number, recipe, tokenizer)
+    return Taken(
+        windows=choose(windows, number, recipe),
+        files=files,
+        read=len(documents),
+        short=sum(not some for some in windows),
+        tokens=sum(len(document.ids_T) for document in documents),
+    )
 
 
 def read_source(
@@ -168,37 +184,27 @@ def read_source(
     return [text for text in texts if text.name not in source.exclude], files
 
 
-def tokenize(texts: Sequence[Text], source: AnySource, tokenizer: Tokenizer) -> list[Document]:
-    """Ids of each document without added special tokens; text that spells a special token is refused."""
-    documents = []
-    for text in texts:
-        ids_T = np.array(tokenizer(text.text, add_special_tokens=False, verbose=False).input_ids, dtype=np.int32)
-        spelled = sorted(set(ids_T.tolist()) & set(tokenizer.all_special_ids))
-        if spelled and not isinstance(source, ChatSource) and not source.allow_special:
-            tokens = ", ".join(tokenizer.convert_ids_to_tokens(spelled))
-            raise PanelError(
-                f"{text.name} spells special tokens in plain text: {tokens}",
-                "exclude that document, or set allow_special = true in its source",
-            )
-        documents.append(Document(name=text.name, ids_T=ids_T))
-    return documents
+def tokenize(text: Text, tokenizer: Tokenizer) -> Document:
+    """Ids of a document without added special tokens."""
+    ids = tokenizer(text.text, add_special_tokens=False, verbose=False).input_ids
+    return Document(name=text.name, ids_T=np.array(ids, dtype=np.int32))
 
 
-def cut_source(
-    documents: Sequence[Document], source: AnySource, number: int, recipe: Recipe, bos: Bos, tokenizer: Tokenizer
-) -> list[list[Window]]:
+def cut_source(documents: Sequence[Document], number: int, recipe: Recipe, tokenizer: Tokenizer) -> list[list[Window]]:
     """The windows of each document of a source; refused when they cannot fill its rows."""
+    source = recipe.sources[number]
     if not documents:
         raise PanelError(f"source {number} ({source.domain}) has no documents", "correct the recipe")
+    bos = bos_of(recipe, tokenizer)
     whole = join(documents, tokenizer.eos_token_id) if recipe.cross_documents else documents
     windows = [windows_of(document, recipe, bos) for document in whole]
     limit = source.rows if recipe.cross_documents else source.rows_per_document
     usable = sum(min(len(some), limit) for some in windows)
     if usable < source.rows:
-        shortest = [
+        found = [
             f"{d.name}: {len(w)} full windows in {len(d.ids_T)} tokens" for d, w in zip(whole, windows, strict=True)
         ]
-        listed = "; ".join(shortest[:5]) + (f"; and {len(shortest) - 5} more" if len(shortest) > 5 else "")
+        listed = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
         raise PanelError(
             f"source {number} ({source.domain}) is to give {source.rows} rows of {recipe.length} tokens and gives "
             f"{usable} ({listed})",
@@ -207,22 +213,29 @@ def cut_source(
     return windows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockParts:
-    read: int
-    short: int
-    overlap: float
-
-
-def _lock(
+def make_lock(
     recipe: Recipe,
-    tokenizer: Tokenizer,
-    name: str,
+    tokenizer: LockTokenizer,
+    taken: Sequence[Taken],
     order: Sequence[tuple[int, Window]],
     rows: Sequence[Row],
-    files: Sequence[LockFile],
-    parts: LockParts,
+    overlap: float,
 ) -> Lock:
+    """The lock that seals ``rows``."""
+    sealed = [
+        LockRow(
+            row=row.index, document=row.document, domain=row.domain, source=number, start=w.start, sha256=row.sha256
+        )
+        for row, (number, w) in zip(rows, order, strict=True)
+    ]
+    counts = LockCounts(
+        rows=len(rows),
+        positions=sum(len(row.ids_T) - 1 for row in rows),
+        documents=len({row.document for row in rows}),
+        read=sum(one.read for one in taken),
+        short=sum(one.short for one in taken),
+        domains=recipe.domains,
+    )
     return Lock(
         name=recipe.name,
         sha256=panel_digest([row.sha256 for row in rows]),
@@ -230,24 +243,12 @@ def _lock(
         unit=recipe.unit,
         length=recipe.length,
         bos=recipe.bos,
-        tokenizer=describe(recipe, tokenizer, name),
-        counts=LockCounts(
-            rows=len(rows),
-            positions=sum(len(row.ids_T) - 1 for row in rows),
-            documents=len({row.document for row in rows}),
-            read=parts.read,
-            short=parts.short,
-            domains=recipe.domains,
-        ),
-        largest_overlap=round(parts.overlap, 6),
+        tokenizer=tokenizer,
+        counts=counts,
+        largest_overlap=round(overlap, 6),
         versions={library: importlib.metadata.version(library) for library in LIBRARIES if _has(library)},
-        sources=list(files),
-        rows=[
-            LockRow(
-                row=row.index, document=row.document, domain=row.domain, source=number, start=w.start, sha256=row.sha256
-            )
-            for row, (number, w) in zip(rows, order, strict=True)
-        ],
+        sources=[file for one in taken for file in one.files],
+        rows=sealed,
     )
 
 

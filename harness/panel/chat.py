@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from harness.errors import PanelError
 from harness.panel.recipe import ChatSource
@@ -16,6 +18,8 @@ from harness.panel.tokenizer import Tokenizer
 
 #: Two moments that differ in every field a template could print.
 DATES = (datetime(2001, 1, 2, 3, 4, 5), datetime(2032, 12, 28, 21, 55, 56))
+CLOCK_FORMAT = "%Y-%m-%d %H:%M"
+CLOCK_TEMPLATE = "{{ strftime_now('" + CLOCK_FORMAT + "') }}"
 
 
 def read_chats(
@@ -28,6 +32,8 @@ def read_chats(
             "the recipe has conversations, and the tokenizer has no chat template",
             'set without_template = "plain" in that source, or take another tokenizer',
         )
+    if has_template:
+        check_clock(tokenizer)
     texts: list[Text] = []
     locks: list[LockFile] = []
     for file in source_files(source, folder):
@@ -90,16 +96,39 @@ def render(name: str, conversation: dict[str, Any], tokenizer: Tokenizer, kwargs
 def _render_at(
     moment: datetime, name: str, conversation: dict[str, Any], tokenizer: Tokenizer, kwargs: Mapping[str, Any]
 ) -> str:
-    """Render with the template's clock set to ``moment``: a template argument hides transformers' own function."""
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                conversation["messages"],
-                tools=conversation.get("tools"),
-                tokenize=False,
-                strftime_now=moment.strftime,
-                **kwargs,
+        with clock_at(moment):
+            text = tokenizer.apply_chat_template(
+                conversation["messages"], tools=conversation.get("tools"), tokenize=False, **kwargs
             )
-        )
     except Exception as error:  # a template raises what it likes
         raise PanelError(f"{name}: the chat template failed: {error}", "correct the conversation") from error
+    return str(text)
+
+
+@contextmanager
+def clock_at(moment: datetime) -> Iterator[None]:
+    """Set the clock that transformers gives to templates (``strftime_now``) to ``moment``."""
+    from transformers.utils import chat_template_utils
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Stopped:
+            return cls.fromtimestamp(moment.timestamp(), tz)
+
+    with mock.patch.object(chat_template_utils, "datetime", Stopped):
+        yield
+
+
+def check_clock(tokenizer: Tokenizer) -> None:
+    """Refuse to go on when `clock_at` does not reach the templates of this transformers version."""
+    seen = []
+    for moment in DATES:
+        with clock_at(moment):
+            messages = [{"role": "user", "content": "x"}]
+            seen.append(tokenizer.apply_chat_template(messages, chat_template=CLOCK_TEMPLATE, tokenize=False))
+    if seen != [moment.strftime(CLOCK_FORMAT) for moment in DATES]:
+        raise PanelError(
+            "this transformers version gives chat templates a clock that cannot be checked",
+            "install the transformers version of constraints.txt",
+        )

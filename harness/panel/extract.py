@@ -62,7 +62,8 @@ def records(name: str, text: str, source: FileText) -> str:
         for key in source.records.split(".") if source.records else ():
             value = value[key]
     except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise PanelError(f"{name} has no records at {source.records}: {error}", "correct the recipe") from error
+        problem = " ".join(str(error).split())
+        raise PanelError(f"{name} has no records at {source.records}: {problem}", "correct the recipe") from error
     template = Environment(undefined=StrictUndefined, keep_trailing_newline=False).from_string(source.template or "")
     found = value if isinstance(value, list) else [value]
     try:

@@ -11,7 +11,7 @@ from scipy import sparse
 
 from harness.digest import ids_digest
 from harness.errors import PanelError
-from harness.panel.recipe import AnySource, Recipe
+from harness.panel.recipe import ChatSource, Recipe
 from harness.panel.tokenizer import Tokenizer, adds_bos
 from harness.types import Row
 
@@ -78,12 +78,13 @@ def join(documents: Sequence[Document], separator: int | None) -> list[Document]
     return [Document(name=name, ids_T=np.concatenate(pieces[: len(pieces) if separator is None else -1]))]
 
 
-def choose(windows: Sequence[Sequence[Window]], source: AnySource, number: int, recipe: Recipe) -> list[Window]:
-    """Take a source's rows: one window of each document before any gives a second.
+def choose(windows: Sequence[Sequence[Window]], number: int, recipe: Recipe) -> list[Window]:
+    """Take the rows of source ``number``: one window of each document before any gives a second.
 
     Documents and windows are ordered by a hash of seed, source, name and start, so the choice is the same on every
     machine and does not move when another source changes.
     """
+    source = recipe.sources[number]
     per_document = source.rows if recipe.cross_documents else source.rows_per_document
     queues = [sorted(some, key=lambda w: _order(recipe.seed, number, w.document, w.start)) for some in windows if some]
     queues.sort(key=lambda queue: _order(recipe.seed, number, queue[0].document, -1))
@@ -117,10 +118,19 @@ def make_rows(order: Sequence[tuple[int, Window]], recipe: Recipe) -> list[Row]:
     ]
 
 
-def check_rows(rows: Sequence[Row], recipe: Recipe, tokenizer: Tokenizer) -> float:
-    """Refuse short, identical and near-identical rows and wrong BOS; the largest overlap of two rows is returned."""
+def check_rows(rows: Sequence[Row], sources: Sequence[int], recipe: Recipe, tokenizer: Tokenizer) -> float:
+    """Refuse rows that are short, identical, too alike, or wrong in BOS or special tokens.
+
+    Args:
+        rows: all rows in order.
+        sources: the number of each row's source.
+
+    Returns:
+        The largest share of token 8-grams that two rows have in common.
+    """
     check_lengths(rows, recipe.length)
     check_bos(rows, recipe, tokenizer)
+    check_special(rows, sources, recipe, tokenizer)
     check_identical(rows)
     return check_near_duplicates(rows, recipe.near_duplicates)
 
@@ -148,6 +158,23 @@ def check_bos(rows: Sequence[Row], recipe: Recipe, tokenizer: Tokenizer) -> None
                 f"missing BOS at row {row.index} ({row.document}): the tokenizer adds {bos}, the row starts with "
                 f"{first[0]}",
                 'set bos = "tokenizer", or allow_missing_bos = true if the model is really used without',
+            )
+
+
+def check_special(rows: Sequence[Row], sources: Sequence[int], recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse plain text that spells special tokens such as ``<|im_start|>``: it becomes their ids."""
+    special = set(tokenizer.all_special_ids)
+    for row, number in zip(rows, sources, strict=True):
+        source = recipe.sources[number]
+        if isinstance(source, ChatSource) or source.allow_special or recipe.cross_documents:
+            continue
+        body = row.ids_T[1:] if bos_of(recipe, tokenizer).added else row.ids_T
+        found = sorted(special & set(body.tolist()))
+        if found:
+            raise PanelError(
+                f"row {row.index} ({row.document}) spells special tokens in plain text: "
+                + ", ".join(tokenizer.convert_ids_to_tokens(found)),
+                "exclude that document, or set allow_special = true in its source",
             )
 
 

@@ -38,6 +38,7 @@ from harness.panel.seal import (
     panel_digest,
     panel_of,
     read_lock,
+    read_rows,
     seal_name,
     write_rows,
     write_seal,
@@ -100,10 +101,21 @@ def _write(target: Path, built: Built, reseal: bool) -> Panel:
                 f"built {built.lock.sha256[:12]}, sealed {sealed.sha256[:12]})",
                 "use the sealed recipe, texts and tokenizer; or --reseal: older results are then another panel's",
             )
-        write_rows(target, built.rows)
+        if not _holds(target, built.rows):
+            write_rows(target, built.rows)
         return panel_of(sealed, built.rows)
     write_seal(target, built.lock, built.rows)
     return panel_of(built.lock, built.rows)
+
+
+def _holds(folder: Path, rows: Sequence[Row]) -> bool:
+    """Whether exactly these rows lie there: then they stay, since another pyarrow would write other bytes."""
+    if not (folder / ROWS_FILE).exists():
+        return False
+    try:
+        return [row.sha256 for row in read_rows(folder, folder)] == [row.sha256 for row in rows]
+    except PanelError:
+        return False
 
 
 def ensure_built(path: Path, *, tokenizer: str | None = None) -> Panel:

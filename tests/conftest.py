@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import pytest
+# Before torch is loaded: threads that wait by spinning make small models many times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from tests import tiny
+import pytest  # noqa: E402
+
+from tests import tiny  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ from pathlib import Path
 # Before torch is loaded: threads that wait by spinning make small models many times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import pytest  # noqa: E402
+import pytest
 
-from tests import tiny  # noqa: E402
+from tests import tiny
 
 
 @pytest.fixture(scope="session")

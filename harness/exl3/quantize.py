@@ -1,0 +1,168 @@
+"""A plain Hugging Face checkpoint made into a genuine EXL3 one: resumable, the same bytes every time.
+
+It is for examples, tests and studies. Rounding is to the nearest path in rotated space; without calibration data the
+result is worse than what the format's own converter makes at the same rate, so it is no production quant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from harness.digest import json_digest, tensor_bytes
+from harness.errors import UsageError
+from harness.exl3.checkpoint import Checkpoint, open_checkpoint
+from harness.exl3.encode import Report, encode_linear
+from harness.exl3.package import MANIFEST, package
+from harness.exl3.quantize_plan import Job, Plan, QuantizeSettings, make_plan
+from harness.progress import phase
+from harness.store import folder_lock, require_space, write_bytes
+
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeResult:
+    """What was made: linears, weights coded with padding, average bits a weight (head left out), and where."""
+
+    folder: Path
+    linears: int
+    weights: int
+    bits: float
+    resumed: int
+    was_complete: bool = False
+
+
+def quantize_checkpoint(
+    src: Path, dst: Path, settings: QuantizeSettings, *, threads: int | None = None
+) -> QuantizeResult:
+    """Encode the linears of ``src`` that the settings choose, copy the rest, write a checkpoint to ``dst``.
+
+    A killed run goes on with the first linear that is missing; finished ones are kept beside the result until it is
+    whole. Progress counts weights.
+
+    Args:
+        src: folder with config.json and safetensors in BF16, FP16 or FP32.
+        dst: an empty or new folder, or one that the same call left unfinished.
+        settings: what to quantise and how.
+        threads: of the search; all cores where None. The result does not depend on it.
+
+    Raises:
+        UsageError: ``dst`` holds something else, or the settings choose nothing.
+        CheckpointError: the source is quantised, damaged or of an unknown layout.
+        StorageError: too little space, or another run writes to ``dst``.
+    """
+    source = open_checkpoint(src)
+    plan = make_plan(source, settings)
+    identity = {"settings": settings.as_json(), "source": source.name, "headers": _headers_digest(source)}
+    with folder_lock(dst):
+        partial = dst / f"{_PARTIAL}{json_digest(identity)[:12]}"
+        if _is_complete(dst, partial, identity):
+            return _result(dst, plan, resumed=len(plan.jobs), was_complete=True)
+        require_space(dst, _bytes_needed(source, plan), "the quantised checkpoint")
+        partial.mkdir(exist_ok=True)
+        resumed = _encode_all(source, plan, partial, threads)
+        package(source, dst, plan, settings, partial, identity)
+        shutil.rmtree(partial)
+    return _result(dst, plan, resumed=resumed)
+
+
+def _encode_all(source: Checkpoint, plan: Plan, partial: Path, threads: int | None) -> int:
+    """Encode what is missing; gives the number of linears that were there already."""
+    resumed = 0
+    total = sum(job.weights for job in plan.jobs)
+    with phase("quantise", total=total, unit="weights", item="weight") as advance:
+        for job in plan.jobs:
+            weight = read_weight(source, job)
+            digest = hashlib.sha256(tensor_bytes(weight)).hexdigest()
+            target = partial / f"{job.module}.safetensors"
+            if _is_finished(target, digest):
+                resumed += 1
+                advance(job.weights, 0)
+                continue
+            _encode(source, job, weight, digest, target, threads, lambda weights: advance(weights, weights))
+    return resumed
+
+
+def _encode(
+    source: Checkpoint,
+    job: Job,
+    weight: torch.Tensor,
+    digest: str,
+    target: Path,
+    threads: int | None,
+    report: Report,
+) -> None:
+    bias = None if job.bias is None else source.tensor(job.bias)[job.start : job.stop].float().numpy()
+    parts = encode_linear(
+        job.module, weight.float().numpy(), job.rate, job.signs, bias=bias, threads=threads, report=report
+    )
+    named = {f"{job.module}.{suffix}": array for suffix, array in parts.items()}
+    write_bytes(target, save(named, metadata={"format": "pt", "source_sha256": digest}))
+
+
+def read_weight(source: Checkpoint, job: Job) -> torch.Tensor:
+    """The job's matrix [out, in] in its stored dtype, without reading the rest of a stack of experts."""
+    header = source.plain[job.source]
+    path = next(path for path in source.shards if path.name == header.shard)
+    with safe_open(path, framework="pt") as file:
+        view = file.get_slice(job.source)
+        rows = view[job.start : job.stop] if job.expert is None else view[job.expert, job.start : job.stop]
+    part: torch.Tensor = rows
+    return part.reshape(job.stop - job.start, job.in_features).contiguous()
+
+
+def _is_finished(target: Path, digest: str) -> bool:
+    if not target.is_file():
+        return False
+    with safe_open(target, framework="np") as file:
+        return bool((file.metadata() or {}).get("source_sha256") == digest)
+
+
+def _is_complete(dst: Path, partial: Path, identity: dict[str, Any]) -> bool:
+    """Whether ``dst`` holds this very result; refuses a folder that holds anything else."""
+    manifest = dst / MANIFEST
+    if manifest.is_file():
+        if json.loads(manifest.read_text())["identity"] == json.loads(json.dumps(identity)):
+            return True
+        raise UsageError(
+            f"{dst.name} holds a quant made with other settings or of another source", "choose another DST"
+        )
+    others = [path for path in dst.glob(f"{_PARTIAL}*") if path != partial]
+    if others:
+        raise UsageError(
+            f"{dst.name} holds a quant begun with other settings or of another source ({others[0].name})",
+            "choose another DST, finish that run, or delete the folder",
+        )
+    if not partial.exists() and any(dst.glob("*.safetensors")):
+        raise UsageError(f"{dst.name} already holds a checkpoint", "choose another DST, or delete it")
+    return False
+
+
+def _headers_digest(source: Checkpoint) -> str:
+    return json_digest({key: [header.dtype, list(header.shape)] for key, header in source.tensors.items()})
+
+
+def _bytes_needed(source: Checkpoint, plan: Plan) -> int:
+    """The result, and its linears once more: they lie beside it until it is whole."""
+    coded = sum(int(job.weights * job.rate.bits / 8) + (1 << 16) for job in plan.jobs)
+    return 2 * coded + sum(source.plain[key].bytes for key in plan.copied)
+
+
+def _result(dst: Path, plan: Plan, *, resumed: int, was_complete: bool = False) -> QuantizeResult:
+    return QuantizeResult(
+        folder=dst,
+        linears=len(plan.jobs),
+        weights=sum(job.weights for job in plan.jobs),
+        bits=plan.bits,
+        resumed=resumed,
+        was_complete=was_complete,
+    )

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli.quantize import quantize
+
 if TYPE_CHECKING:
     from harness.exl3.checkpoint import Checkpoint
 
 app = typer.Typer(help="Look into EXL3 checkpoints, and make small ones.", no_args_is_help=True)
+app.command()(quantize)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""``fidelity card`` and ``fidelity verify``: what may a model card say, and does it still say what was measured?"""
+"""``fidelity card``, ``fidelity verify`` and ``fidelity report``: what may be said, and does it still hold?"""
 
 from __future__ import annotations
 
@@ -71,12 +71,33 @@ def verify(
     raise typer.Exit(0 if outcome.ok else 1)
 
 
+def report(
+    path: Annotated[Path, typer.Argument(help="A run folder or a comparison folder.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: report.html inside.")] = None,
+    run: Annotated[list[Path] | None, typer.Option(help="Run folder behind a comparison; may be repeated.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Decode the worst positions with this: folder, GGUF, Hub id or package:NAME.")
+    ] = None,
+) -> None:
+    """Write one self-contained HTML file: sortable tables, pictures, the worst positions one by one."""
+    from harness.report.html_report import write_html
+
+    written = write_html(path, out, runs=run or [], tokenizer=tokenizer)
+    typer.echo(f"wrote {written.name} ({written.stat().st_size / 1e6:.1f} MB)")
+
+
+#: Findings shown in the terminal; all of them are in --json.
+SHOWN = 25
+
+
 def _show(outcome: Outcome) -> None:
     for line in outcome.checked:
-        typer.echo(f"same       {line}")
+        typer.echo(f"same        {line}")
     for line in outcome.unchecked:
         typer.echo(f"NOT CHECKED {line}")
-    for finding in outcome.findings:
-        typer.echo(f"DIFFERS    {finding.where}: stated {finding.stated}, found {finding.found}")
+    for finding in outcome.findings[:SHOWN]:
+        typer.echo(f"DIFFERS     {finding.where}: stated {finding.stated}, found {finding.found}")
+    if len(outcome.findings) > SHOWN:
+        typer.echo(f"DIFFERS     and {len(outcome.findings) - SHOWN} more (--json shows all)")
     verdict = "everything that could be checked holds" if outcome.ok else f"{len(outcome.findings)} things differ"
     typer.echo(f"{outcome.name}: {verdict}")

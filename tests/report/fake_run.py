@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from harness import summary
-from harness.digest import file_digest
+from harness.digest import file_digest, json_digest
 from harness.receipt import (
     Check,
     Measurement,
@@ -135,7 +135,7 @@ def write_run(folder: Path, frame: pd.DataFrame, **changes: object) -> Measureme
     scores = Scores(**{name: frame[name].to_numpy() for name in SCORE_DTYPES})
     found = intervals(scores, frame["row"].to_numpy(), panel_of(frame))
     fields: dict[str, object] = {
-        "key": "e" * 64,
+        "key": json_digest([changes.get("name"), file_digest(folder / "positions.parquet")]),
         "name": "toy-quant-3bpw",
         "status": "complete",
         "estimator": "exact",

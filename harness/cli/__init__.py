@@ -9,9 +9,9 @@ import sys
 import typer
 
 from harness.cli import exl3, panel, teacher
-from harness.cli.card import card, verify
-from harness.cli.compare import compare
 from harness.cli.bench import bench
+from harness.cli.card import card, report, verify
+from harness.cli.compare import compare
 from harness.cli.doctor import doctor
 from harness.cli.imports import import_g4
 from harness.cli.measure import measure
@@ -33,6 +33,7 @@ app.command()(bench)
 app.command()(compare)
 app.command()(card)
 app.command()(verify)
+app.command()(report)
 app.command("import-g4")(import_g4)
 
 

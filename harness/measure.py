@@ -7,14 +7,14 @@ A run killed anywhere goes on at the first missing row and ends with the same by
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.capture import Capture, open_capture
 from harness.digest import file_digest, json_digest
-from harness.engines.hf import ComputeDType
+from harness.engines.hf import Alter, ComputeDType
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import NO_TOKENIZER, digests_of, open_engine
 from harness.environment import environment, source_digest
@@ -22,7 +22,7 @@ from harness.errors import IncomparableError, Refused, UsageError
 from harness.panel import ensure_built
 from harness.preflight import check_echo, check_engine, check_support
 from harness.progress import phase
-from harness.receipt import Check, Measurement, load_measurement
+from harness.receipt import Check, Measurement, Role, load_measurement
 from harness.result import build_measurement
 from harness.rows import finished_rows, join_rows, write_row
 from harness.score_row import score_row
@@ -52,11 +52,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The quant under test, found on this disk, before anything of it is loaded."""
+    """The model under test, found on this disk, before anything of it is loaded.
+
+    An anchor or a floor is the teacher itself with ``alter`` done to it once it is loaded. ``variant`` names that
+    for the key: all that decides what ``alter`` does.
+    """
 
     located: ModelFolder
     weights_sha256: str
     tokenizer_sha256: str
+    role: Role = "candidate"
+    alter: Alter | None = None
+    variant: Mapping[str, str | int | float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +77,18 @@ class Result:
 def measure(request: Request) -> Result:
     """Measure a candidate, or give back the finished measurement of exactly this question."""
     candidate = find_candidate(request)
-    panel = panel_for(request.panel, candidate)
-    rows = _chosen(panel, request.rows)
+    panel = panel_for(request.panel, candidate.tokenizer_sha256)
     named = load_teacher(request.teacher, candidate.located)
     teacher = open_capture(named) if isinstance(named, Path) else find_teacher(named, panel)
+    return measure_against(request, candidate, teacher, panel)
+
+
+def measure_against(request: Request, candidate: Candidate, teacher: TeacherModel | Capture, panel: Panel) -> Result:
+    """Measure what was found, or give back the finished measurement; ``request`` says how, not what."""
+    rows = _chosen(panel, request.rows)
     key = measurement_key(request, panel, rows, teacher, candidate)
     part = "" if len(rows) == len(panel.rows) else f"-rows{len(rows)}"
-    folder = request.out or REPORTS / f"{candidate.located.name}--{panel.name}--{key[:8]}{part}"
+    folder = request.out or REPORTS / f"{candidate.located.name.replace(' ', '-')}--{panel.name}--{key[:8]}{part}"
     with folder_lock(folder):
         done = _finished(folder, key)
         if done:
@@ -92,10 +105,9 @@ def find_candidate(request: Request) -> Candidate:
     return Candidate(located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
 
 
-def panel_for(path: Path, candidate: Candidate) -> Panel:
-    """The panel as sealed for the candidate's tokenizer; its default seal where the candidate has none."""
-    known = candidate.tokenizer_sha256 != NO_TOKENIZER
-    return ensure_built(path, tokenizer=candidate.tokenizer_sha256 if known else None)
+def panel_for(path: Path, tokenizer_sha256: str) -> Panel:
+    """The panel as sealed for a model's tokenizer; its default seal where the model has none."""
+    return ensure_built(path, tokenizer=None if tokenizer_sha256 == NO_TOKENIZER else tokenizer_sha256)
 
 
 def measurement_key(
@@ -109,6 +121,8 @@ def measurement_key(
             "registration": panel.registration_sha256,
             "teacher": teacher.sha256 if isinstance(teacher, Capture) else teacher.capture_key(panel),
             "candidate": candidate.weights_sha256,
+            "role": candidate.role,
+            "variant": dict(candidate.variant),
             "compute": request.compute,
             "packed": request.packed,
             "device": request.device,
@@ -160,6 +174,7 @@ def _run(
         device=request.device,
         packed=request.packed,
         vocab_size=capture.head.vocab_size if capture.head else None,
+        alter=candidate.alter,
         weights_sha256=candidate.weights_sha256,
         tokenizer_sha256=candidate.tokenizer_sha256,
     )
@@ -177,6 +192,8 @@ def _run(
         checks=checks,
         candidate=candidate.located,
         panel_folder=request.panel,
+        role=candidate.role,
+        notes=candidate.notes,
     )
     ended = time.time()
     write_json(

@@ -19,6 +19,10 @@ FORMAT = "exl3-fidelity/measurement/1"
 DIRECTION = "KL(teacher||candidate) = sum_v P(v) * ln(P(v) / Q(v)), P teacher, Q candidate, nats"
 
 
+#: What was measured against the teacher: a quant, a round-to-nearest version of the teacher, or the teacher itself.
+Role = Literal["candidate", "anchor", "floor"]
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -94,6 +98,7 @@ class Measurement(Strict):
     format: Literal["exl3-fidelity/measurement/1"] = "exl3-fidelity/measurement/1"
     key: str
     name: str
+    role: Role = "candidate"
     status: Literal["complete", "partial", "invalid"]
     estimator: Literal["exact", "lower_bound"]
     lane: Literal["weights", "served"]

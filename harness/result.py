@@ -17,7 +17,7 @@ from harness.digest import file_digest
 from harness.engines.models import ModelFolder
 from harness.environment import current_source_digest, environment, source_digest
 from harness.errors import Refused, ScoreError
-from harness.receipt import Check, Interval, Measurement, PanelIdentity, SideIdentity, save_measurement
+from harness.receipt import Check, Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
 from harness.registration import with_registration
 from harness.rows import drop_row_files, scores_of
 from harness.stats.bootstrap import mean_kl_interval
@@ -39,6 +39,8 @@ def build_measurement(
     checks: list[Check],
     candidate: ModelFolder,
     panel_folder: Path,
+    role: Role = "candidate",
+    notes: Sequence[str] = (),
 ) -> Measurement:
     """Make the receipt of a run whose positions are all there, and write it last."""
     scores, row_N = scores_of(table), table["row"].to_numpy()
@@ -49,6 +51,7 @@ def build_measurement(
     measurement = Measurement(
         key=key,
         name=candidate.name,
+        role=role,
         status=_status(counts, len(rows), len(panel.rows)),
         estimator="exact",
         lane=engine.identity.lane,
@@ -57,7 +60,7 @@ def build_measurement(
         positions=len(scores),
         panel=panel_identity(panel),
         teacher=_side(capture.identity, capture_sha256=capture_digest(capture.manifest.key, entries)),
-        candidate=_side(engine.identity, **_census(candidate)),
+        candidate=_side(engine.identity, **({} if role == "anchor" else _census(candidate))),
         scoring=_scoring(capture, engine),
         summary=summary.summarise(scores, row_N, table["position"].to_numpy()) | _finite_only(scores, counts),
         intervals=intervals(scores, row_N, panel),
@@ -66,7 +69,7 @@ def build_measurement(
         preflight=checks,
         environment=environment() | {"source_sha256": source_digest()},
         positions_sha256=file_digest(folder / "positions.parquet"),
-        notes=[SAME_MODEL] if counts["zero_kl"] == len(scores) else [],
+        notes=[*notes, *([SAME_MODEL] if role != "floor" and counts["zero_kl"] == len(scores) else [])],
     )
     measurement = with_registration(measurement, panel_folder)
     save_measurement(folder, measurement)

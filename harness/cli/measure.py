@@ -52,10 +52,11 @@ def measure(
             packed=packed,
         )
     )
-    _show(result, as_json, allow_nonfinite)
+    show(result, as_json, allow_nonfinite)
 
 
-def _show(result: Any, as_json: bool, allow_nonfinite: bool) -> None:
+def show(result: Any, as_json: bool, allow_nonfinite: bool = False) -> None:
+    """Write a run's report and print its headline or its receipt; an invalid run ends with exit code 1."""
     from rich.console import Console
 
     from harness.report.run_report import write_report

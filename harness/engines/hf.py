@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from harness.errors import CheckpointError, EngineError
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Row, RowOutputs, Want
 
 ComputeDType = Literal["auto", "float32", "bfloat16", "float16"]
+#: Changes a loaded model in place, and returns what its identity shall say of that.
+Alter = Callable[[Any], Mapping[str, str | int | float | bool | None]]
 
 #: Largest |logit - head(input)| that still counts as "the head is norm -> linear -> soft-cap".
 SEPARABLE_TOLERANCE = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
@@ -129,7 +131,11 @@ def head_logits(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
 
 
 class TransformersEngine:
-    """Runs one whole model, one row at a time, no padding, no cache: batch composition cannot move a number."""
+    """Runs one whole model, one row at a time, no padding, no cache: batch composition cannot move a number.
+
+    Args:
+        alter: applied to the model before it runs; its head is still the checkpoint's own.
+    """
 
     def __init__(
         self,
@@ -139,6 +145,7 @@ class TransformersEngine:
         device: str | None = None,
         packed: bool = False,
         vocab_size: int | None = None,
+        alter: Alter | None = None,
         weights_sha256: str,
         tokenizer_sha256: str,
     ) -> None:
@@ -146,6 +153,7 @@ class TransformersEngine:
         self._dtype = dtype_of(compute, self._device)
         self._located = located
         self._model = load_model(located.folder, self._dtype, self._device, packed=packed)
+        altered = alter(self._model) if alter else {}
         self._limit = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         own = head_of(self._model, vocab_size)
         self.head_deviation = self._head_deviation(own)
@@ -168,6 +176,7 @@ class TransformersEngine:
                 "batch": 1,
                 "kv_cache": False,
                 "support": own.vocab_size,
+                **altered,
             },
         )
 

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from harness.cli import exl3, panel, teacher
+from harness.cli.anchor import anchor, floor
 from harness.cli.bench import bench
 from harness.cli.card import card, report, verify
 from harness.cli.compare import compare
@@ -30,6 +31,8 @@ app.add_typer(teacher.app, name="teacher")
 app.command()(measure)
 app.command()(doctor)
 app.command()(bench)
+app.command()(anchor)
+app.command()(floor)
 app.command()(compare)
 app.command()(card)
 app.command()(verify)

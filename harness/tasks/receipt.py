@@ -1,0 +1,157 @@
+"""tasks.json: what a suite found for one model. Hashes and numbers only: no question, answer, path, host or time.
+
+Beside it lies items.parquet, one line an item (`harness.tasks.items.SCHEMA`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import Refused
+from harness.receipt import Check, SideIdentity
+from harness.store import write_json
+from harness.tasks.pooling import plus_minus
+
+FILE = "tasks.json"
+ITEMS = "items.parquet"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class SuiteIdentity(Strict):
+    """``sha256`` is the digest of the suite's meaning; ``sealed`` says whether every prompt was the sealed one."""
+
+    name: str
+    sha256: str
+    sealed: bool
+    entries: list[str]
+
+
+class Value(Strict):
+    """One metric of lm-eval, such as ``acc,none``, with its own standard error."""
+
+    value: float
+    stderr: float | None
+
+
+class TaskResult(Strict):
+    """One task, or one group of tasks.
+
+    ``value`` is the primary metric (micro average of a group), ``macro`` the mean over a group's tasks. ``stderr``
+    is pooled as lm-eval does. ``task_hash`` is lm-eval's digest of all its documents, prompts and targets;
+    ``config_sha256`` that of the task's own definition.
+    """
+
+    name: str
+    alias: str
+    kind: Literal["task", "group"]
+    tasks: list[str] = Field(default_factory=list)
+    metric: str
+    n: int
+    original: int | None
+    correct: int
+    value: float
+    stderr: float | None
+    macro: float | None = None
+    metrics: dict[str, Value] = Field(default_factory=dict)
+    version: str = ""
+    num_fewshot: int | None = None
+    config_sha256: str = ""
+    task_hash: str = ""
+    data: str = ""
+    extraction_failures: int | None = None
+    truncations: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """``0.8342 ± 0.0105``."""
+        return plus_minus(self.value, self.stderr)
+
+    @property
+    def extraction_failure_rate(self) -> float | None:
+        """Share of answers from which nothing could be read; None for tasks scored by log-likelihood."""
+        return None if self.extraction_failures is None else self.extraction_failures / self.n
+
+    @property
+    def truncation_rate(self) -> float | None:
+        """Share of answers cut off at the token limit; None for tasks scored by log-likelihood."""
+        return None if self.truncations is None else self.truncations / self.n
+
+
+class Missing(Strict):
+    """A task of the suite that was not run, and why."""
+
+    task: str
+    why: str
+
+
+class TaskReceipt(Strict):
+    format: Literal["exl3-fidelity/tasks/1"] = "exl3-fidelity/tasks/1"
+    key: str
+    name: str
+    status: Literal["complete", "partial"]
+    lane: Literal["weights", "served"]
+    suite: SuiteIdentity
+    model: SideIdentity
+    limit: dict[str, int | None]
+    seeds: dict[str, int]
+    chat_template: bool = False
+    results: list[TaskResult]
+    missing: list[Missing] = Field(default_factory=list)
+    items: int
+    items_sha256: str
+    preflight: list[Check] = Field(default_factory=list)
+    environment: dict[str, str]
+    deviations: list[str] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+
+    def result(self, name: str) -> TaskResult | None:
+        """The result of one task or group."""
+        return next((found for found in self.results if found.name == name), None)
+
+    def leaves(self, name: str) -> list[TaskResult]:
+        """The tasks of a group, or the task itself."""
+        found = self.result(name)
+        if found is None:
+            return []
+        return [found] if found.kind == "task" else [leaf for leaf in map(self.result, found.tasks) if leaf]
+
+    @property
+    def label(self) -> str:
+        """Empty for a complete run."""
+        return "" if self.status == "complete" else self.status
+
+
+def selection(receipt: TaskReceipt, entry: str) -> str:
+    """Which items were asked: ``57 x first 20``, ``198 of 198`` (FAULTS A 59, B 47: a limit is no sample)."""
+    found, limit = receipt.result(entry), receipt.limit.get(entry)
+    if found is None:
+        return ""
+    whole = found.original if found.original is not None else found.n
+    if limit is None or found.n == whole:
+        return f"all {found.n:,}"
+    leaves = len(receipt.leaves(entry))
+    return f"{leaves} x first {limit}" if leaves > 1 else f"first {found.n:,} of {whole:,}"
+
+
+def save_receipt(folder: Path, receipt: TaskReceipt) -> None:
+    """Write tasks.json; it comes last, so its existence means that the run is whole."""
+    write_json(folder / FILE, receipt.model_dump())
+
+
+def load_receipt(path: Path) -> TaskReceipt:
+    """Read tasks.json from its folder or from the file itself."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        return TaskReceipt.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise Refused(f"{FILE} is not in {path.name}", "name a folder that `fidelity tasks` wrote") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise Refused(f"{path.name}: {FILE} cannot be read: {first}", "run the tasks again") from error

@@ -184,6 +184,11 @@ class TransformersEngine:
     def head(self) -> Head | None:
         return self._head
 
+    @property
+    def model(self) -> Any:
+        """The loaded model, for work that needs more than rows (tasks reuse its cache)."""
+        return self._model
+
     def run(self, rows: Sequence[Row], want: Want = "hidden") -> Iterator[RowOutputs]:
         """Yield the outputs of each row in order; ``hidden`` falls back to logits without a separable head."""
         if want == "topk":

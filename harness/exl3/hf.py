@@ -125,7 +125,7 @@ def load_exl3(
     try:
         config = AutoConfig.from_pretrained(folder)
         config.quantization_config = _own_config(config) | {"quant_method": METHOD, "dequantize": dequantize}
-        model, info = _auto_class(config).from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             folder, config=config, dtype=dtype, device_map=device, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -152,7 +152,7 @@ def _own_config(config: Any) -> dict[str, Any]:
     return {}
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """The auto class that knows this config: causal language models first, multimodal ones after."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

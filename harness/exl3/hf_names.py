@@ -113,19 +113,26 @@ class Names:
         """
         param, converter, pattern = self.resolve(f"{module}.weight")
         if param in self.state:
-            return [Landing(param=param) if converter is None else self._converted(module, param, converter, pattern)]
+            if converter is None:
+                return [Landing(param=param)]
+            return [self.converted(f"{module}.weight", param, converter, pattern)]
         return self._sliced(module, slices) or self._expert(module) or self._merged(module) or self._split(module)
 
-    def _converted(self, module: str, param: str, converter: Any, pattern: str) -> Landing:
+    def converted(self, key: str, param: str, converter: Any, pattern: str) -> Landing:
+        """The place that ``converter`` gives the tensor ``key`` in ``param``.
+
+        Raises:
+            CheckpointError: it does more than stack and join.
+        """
         operations = {type(operation).__name__ for operation in converter.operations}
         if not operations <= {"MergeModulelist", "Concatenate", "Transpose"} or len(converter.target_patterns) > 1:
             raise CheckpointError(
-                f"{module}: transformers builds {param} with {', '.join(sorted(operations))}, which is not supported",
+                f"{key}: transformers builds {param} with {', '.join(sorted(operations))}, which is not supported",
                 "report this architecture",
             )
         from transformers.core_model_loading import apply_renamings
 
-        renamed = apply_renamings(f"{module}.weight", self._renamings)
+        renamed = apply_renamings(key, self._renamings)
         found = re.search(pattern.replace("*.", r"(?P<expert>\d+)\.", 1), renamed) if "*." in pattern else None
         return Landing(
             param=param,

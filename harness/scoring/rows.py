@@ -16,12 +16,14 @@ from numba.extending import overload
 
 from harness.scoring import kernel as k
 from harness.scoring import state as slot
-from harness.scoring.state import raise_tops, shift
+from harness.scoring.state import centre, move, shift
 
 BLOCK = 1024
 #: A block that holds something special is tried again in pieces of this length.
 PIECE = 64
 TOP = 5
+#: exp of more than this is not to be trusted in fp32.
+RANGE = 60.0
 STRIDE = k.STRIDE
 
 
@@ -81,19 +83,24 @@ def _note_tops(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray) -
 def _lane_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, sums: np.ndarray) -> bool:
     """Add a block through the fp32 lanes; False, and nothing added, where it holds something special."""
     for _ in range(2):
-        shift_t, shift_c = np.float32(shift(state[slot.TOP_T])), np.float32(shift(state[slot.TOP_C]))
-        c0 = float(shift_c) - float(shift_t)
-        high = np.float32(c0)
-        k.pair_sums(t, c, len(t), shift_t, shift_c, high, np.float32(c0 - float(high)), sums)
-        if sums[k.MAX_T] == math.inf or sums[k.MAX_C] == math.inf:
+        shift_t, c0 = shift(state[slot.TOP_T]), state[slot.C0]
+        shift_c = shift_t + c0
+        high, shift_high = np.float32(c0), np.float32(shift_c)
+        parts = (np.float32(shift_t), shift_high, np.float32(shift_c - shift_high), high, np.float32(c0 - high))
+        k.pair_sums(t, c, len(t), parts, sums)
+        top_t, top_c = max(sums[k.MAX_T], state[slot.TOP_T]), max(sums[k.MAX_C], state[slot.TOP_C])
+        if top_t == math.inf or top_c == math.inf:
             return False
-        if sums[k.MAX_T] <= state[slot.TOP_T] and sums[k.MAX_C] <= state[slot.TOP_C]:
+        if top_t == state[slot.TOP_T] and top_c == state[slot.TOP_C]:
             break
-        # Summed with shifts that turn out too low: move the state up and sum the block again.
-        raise_tops(state, max(sums[k.MAX_T], state[slot.TOP_T]), max(sums[k.MAX_C], state[slot.TOP_C]))
-    if not math.isfinite(sums[k.M] + sums[k.A] + sums[k.B] + sums[k.E] + sums[k.F]):
+        # A larger logit: move the state to shifts that suit it, and sum the block again.
+        mass, moment = state[slot.SUM_S], state[slot.SUM_M]
+        if max(top_t - shift_t, top_c - shift_c) < RANGE:
+            mass, moment = mass + sums[k.S], moment + sums[k.M]
+        move(state, top_t, top_c, centre(top_t, top_c, c0, mass, moment))
+    if not math.isfinite(sums[k.M] + sums[k.N] + sums[k.A] + sums[k.B] + sums[k.E] + sums[k.F]):
         return False
-    for i in range(7):
+    for i in range(8):
         state[slot.SUM_S + i] += sums[k.S + i]
     if sums[k.MAX_T] == state[slot.TOP_T] or sums[k.MAX_C] == state[slot.TOP_C]:
         _note_tops(t, c, first_id, state)
@@ -102,7 +109,7 @@ def _lane_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, 
 
 @numba.njit(nogil=True)
 def _add_pair(t: float, c: float, p: float, q: float, c0: float, state: np.ndarray) -> None:
-    """Add the entry's share of M, A and B; -inf is a probability of exactly zero."""
+    """Add the entry's share of M, N, A and B; -inf is a probability of exactly zero."""
     if t == -math.inf and c == -math.inf:
         return
     if t == -math.inf:
@@ -115,8 +122,9 @@ def _add_pair(t: float, c: float, p: float, q: float, c0: float, state: np.ndarr
     else:
         d = (c - t) - c0
         state[slot.SUM_M] += p * d
-        state[slot.SUM_A] += p * (math.expm1(d) - d) if abs(d) < 0.5 else q - p - p * d
-        state[slot.SUM_B] += q * (math.expm1(-d) + d) if abs(d) < 0.5 else p - q + q * d
+        state[slot.SUM_N] += q * d
+        state[slot.SUM_A] += p * (math.expm1(d) - d) if abs(d) < 1.0 else q - p - p * d
+        state[slot.SUM_B] += q * (math.expm1(-d) + d) if abs(d) < 1.0 else p - q + q * d
 
 
 @numba.njit(nogil=True)
@@ -125,14 +133,15 @@ def _careful_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarra
     top_t, top_c = state[slot.TOP_T], state[slot.TOP_C]
     for i in range(len(t)):
         if t[i] < math.inf:
-            top_t = max(top_t, float(t[i]))
+            top_t = max(top_t, np.float64(t[i]))
         if c[i] < math.inf:
-            top_c = max(top_c, float(c[i]))
+            top_c = max(top_c, np.float64(c[i]))
     if top_t > state[slot.TOP_T] or top_c > state[slot.TOP_C]:
-        raise_tops(state, top_t, top_c)
-    shift_t, shift_c = shift(top_t), shift(top_c)
+        c0 = centre(top_t, top_c, state[slot.C0], state[slot.SUM_S], state[slot.SUM_M])
+        move(state, top_t, top_c, c0)
+    shift_t, shift_c = shift(top_t), shift(top_t) + state[slot.C0]
     for i in range(len(t)):
-        a, b = float(t[i]), float(c[i])
+        a, b = np.float64(t[i]), np.float64(c[i])
         good_t, good_c = a < math.inf, b < math.inf
         p = math.exp(a - shift_t) if good_t else 0.0
         q = math.exp(b - shift_c) if good_c else 0.0
@@ -143,7 +152,7 @@ def _careful_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarra
         state[slot.SUM_E] += p * (a - shift_t) if p > 0.0 else 0.0
         state[slot.SUM_F] += q * (b - shift_c) if q > 0.0 else 0.0
         if good_t and good_c:
-            _add_pair(a, b, p, q, shift_c - shift_t, state)
+            _add_pair(a, b, p, q, state[slot.C0], state)
     _note_tops(t, c, first_id, state)
 
 
@@ -171,14 +180,15 @@ def _add_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, s
 
 
 @numba.njit(nogil=True)
-def _gap(t: np.ndarray, c: np.ndarray, shift_t: float, shift_c: float, ratio: float) -> float:
+def _gap(t: np.ndarray, c: np.ndarray, shift_t: float, shift_c: float, ratio: float, sums: np.ndarray) -> float:
     """``sum |exp(t - shift_t) - ratio exp(c - shift_c)|`` of a block."""
     whole = len(t) - len(t) % STRIDE
-    total = 0.0
+    sums[0] = 0.0
     if whole:
-        total = k.gap_sum(t, c, whole, np.float32(shift_t), np.float32(shift_c), np.float32(ratio))
+        k.gap_sum(t, c, whole, (np.float32(shift_t), np.float32(shift_c), np.float32(ratio)), sums)
+    total = sums[0]
     for i in range(whole, len(t)):
-        total += abs(math.exp(float(t[i]) - shift_t) - ratio * math.exp(float(c[i]) - shift_c))
+        total += abs(math.exp(np.float64(t[i]) - shift_t) - ratio * math.exp(np.float64(c[i]) - shift_c))
     return total
 
 
@@ -238,11 +248,13 @@ def _second_pass(
     t: np.ndarray, c: np.ndarray, brain: np.ndarray, state: np.ndarray, tops: np.ndarray, buffers: np.ndarray
 ) -> tuple[float, int, int]:
     """Total variation, top-5 overlap and rank of one valid row that has all of its vocabulary at hand."""
-    ratio, gap = state[slot.SUM_S] / state[slot.SUM_Q], 0.0
+    shift_t, shift_c = state[slot.TOP_T], state[slot.TOP_T] + state[slot.C0]
+    near = np.float64(np.float32(shift_c))
+    ratio, gap, sums = state[slot.SUM_S] / state[slot.SUM_Q] * math.exp(near - shift_c), 0.0, np.empty(1)
     for low in range(0, len(t), BLOCK):
         high = min(low + BLOCK, len(t))
         a = _floats(t, low, high, brain[0], buffers[0])
-        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), state[slot.TOP_T], state[slot.TOP_C], ratio)
+        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), shift_t, near, ratio, sums)
     ids_t = _top_ids(t, brain[0], tops[0], buffers[0])
     ids_c = _top_ids(c, brain[1], tops[1], buffers[0])
     overlap = 0
@@ -270,7 +282,7 @@ def score_rows(
     total variation, top-5 overlap and rank, when the columns are the whole vocabulary.
     """
     first, width = columns[0], columns[1] - columns[0]
-    buffers, sums = np.empty((2, BLOCK), np.float32), np.empty(9)
+    buffers, sums = np.empty((2, BLOCK), np.float32), np.empty(10)
     tops = np.empty((2, (width + BLOCK - 1) // BLOCK), np.float32)
     for row in range(len(teacher)):
         side_t = teacher[row, starts[0] : starts[0] + width]

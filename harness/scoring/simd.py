@@ -8,13 +8,16 @@ processor: the digits do not depend on the width of its registers.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 from llvmlite import ir
 from numba.core import cgutils
 
 LANES = 8
 F32, F64, I32, I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
-FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+FLOATS, DOUBLES, INTS = (ir.VectorType(kind, LANES) for kind in (F32, F64, I32))
+#: Entries summed in fp32 before a float64 sum takes over: 32 additions in each lane.
+RUN = 256
 
 LOG2E = 1.4426950408889634
 #: 2**r on [-0.5, 0.5], highest power first: minimax relative error 9.1e-8 with the constant term held at 1.
@@ -69,9 +72,9 @@ class Vec:
     def where(self, mask: ir.Value, other: Vec | float) -> Vec:
         return Vec(self.builder, self.builder.select(mask, self.value, self._of(other)))
 
-    def lanes(self) -> list[ir.Value]:
-        """The lanes as float64 scalars."""
-        return [self.builder.fpext(self.builder.extract_element(self.value, I32(k)), F64) for k in range(LANES)]
+
+#: What a loop adds at one index: ``step(index, held) -> held``.
+Step = Callable[[ir.Value, list[Vec]], list[Vec]]
 
 
 def _intrinsic(builder: ir.IRBuilder, name: str, arguments: int) -> ir.Function:
@@ -110,25 +113,68 @@ def exp(a: Vec) -> Vec:
     return Vec(builder, scaled).where(builder.fcmp_ordered(">=", a.value, a._of(LEAST)), 0.0)
 
 
-def loop(builder: ir.IRBuilder, count: ir.Value, start: list[Vec], step, unroll: int) -> list[Vec]:  # type: ignore[no-untyped-def]
-    """Run ``accumulators = step(index, accumulators)`` for index 0, 8, 16, ... below ``count``.
+def accumulate(
+    builder: ir.IRBuilder, count: ir.Value, maxima: int, sums: int, step: Step, out: ir.Value, unroll: int
+) -> None:
+    """``out[:maxima + sums]`` (float64) = maxima and sums of what ``step(index, held)`` adds at index 0, 8, 16, ...
 
-    ``count`` is a positive multiple of ``LANES * unroll``.
+    ``count`` is a positive multiple of ``LANES * unroll``. Lanes are summed in fp32 over ``RUN`` entries only, then in
+    float64: equal entries would otherwise all be rounded to the same side.
     """
-    before, body, after = builder.block, builder.append_basic_block("lanes"), builder.append_basic_block("sums")
-    builder.branch(body)
-    builder.position_at_end(body)
+    before = builder.block
+    outer, inner, after, done = (builder.append_basic_block(name) for name in ("run", "lanes", "flush", "sums"))
+    builder.branch(outer)
+
+    builder.position_at_end(outer)
+    start = builder.phi(I64)
+    held_max = [builder.phi(FLOATS) for _ in range(maxima)]
+    held_sum = [builder.phi(DOUBLES) for _ in range(sums)]
+    limit = builder.add(start, I64(RUN))
+    limit = builder.select(builder.icmp_signed("<", limit, count), limit, count)
+    builder.branch(inner)
+
+    builder.position_at_end(inner)
     index = builder.phi(I64)
-    held = [builder.phi(FLOATS) for _ in start]
-    accumulators, place = [Vec(builder, value) for value in held], index
+    held = [builder.phi(FLOATS) for _ in range(maxima + sums)]
+    values, place = [Vec(builder, phi) for phi in held], index
     for _ in range(unroll):
-        accumulators = step(place, accumulators)
+        values = step(place, values)
         place = builder.add(place, I64(LANES))
-    index.add_incoming(I64(0), before)
-    index.add_incoming(place, body)
-    for phi, first, last in zip(held, start, accumulators, strict=True):
-        phi.add_incoming(first.value, before)
-        phi.add_incoming(last.value, body)
-    builder.cbranch(builder.icmp_signed("<", place, count), body, after)
+    index.add_incoming(start, outer)
+    index.add_incoming(place, inner)
+    for phi, first, last in zip(held, [*held_max, *[ir.Constant(FLOATS, [0.0] * LANES)] * sums], values, strict=True):
+        phi.add_incoming(first, outer)
+        phi.add_incoming(last.value, inner)
+    builder.cbranch(builder.icmp_signed("<", place, limit), inner, after)
+
     builder.position_at_end(after)
-    return accumulators
+    totals = [
+        builder.fadd(total, builder.fpext(value.value, DOUBLES))
+        for total, value in zip(held_sum, values[maxima:], strict=True)
+    ]
+    start.add_incoming(I64(0), before)
+    start.add_incoming(limit, after)
+    for phi, value in zip(held_max, values[:maxima], strict=True):
+        phi.add_incoming(ir.Constant(FLOATS, [float("-inf")] * LANES), before)
+        phi.add_incoming(value.value, after)
+    for phi, total in zip(held_sum, totals, strict=True):
+        phi.add_incoming(ir.Constant(DOUBLES, [0.0] * LANES), before)
+        phi.add_incoming(total, after)
+    builder.cbranch(builder.icmp_signed("<", limit, count), outer, done)
+
+    builder.position_at_end(done)
+    tops = [builder.fpext(value.value, DOUBLES) for value in values[:maxima]]
+    for slot, lanes in enumerate([*tops, *totals]):
+        builder.store(_reduce(builder, lanes, largest=slot < maxima), builder.gep(out, [I64(slot)]))
+
+
+def _reduce(builder: ir.IRBuilder, lanes: ir.Value, largest: bool) -> ir.Value:
+    """The largest or the sum of eight float64 lanes, in lane order."""
+    result = builder.extract_element(lanes, I32(0))
+    for k in range(1, LANES):
+        lane = builder.extract_element(lanes, I32(k))
+        if largest:
+            result = builder.select(builder.fcmp_ordered(">", lane, result), lane, result)
+        else:
+            result = builder.fadd(result, lane)
+    return result

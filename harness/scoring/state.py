@@ -1,8 +1,9 @@
 """What is known of a position after any part of the vocabulary, and how it moves when a larger logit turns up.
 
-One float64 array of ``SLOTS`` numbers a position. The sums are those of `harness.scoring.kernel` with the shifts at
-the largest finite logits seen so far. ``LOST_T`` is the largest teacher logit where the candidate has -inf (its KL is
-infinite when that entry has any probability), ``LOST_C`` the reverse.
+One float64 array of ``SLOTS`` numbers a position. The sums are those of `harness.scoring.kernel`, with ``st`` at the
+teacher's largest finite logit so far and ``c0`` at the mean of ``c - t`` when that was found. ``LOST_T`` is the largest
+teacher logit where the candidate has -inf (its KL is infinite when that entry has any probability), ``LOST_C`` the
+reverse.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import numba
 import numpy as np
 
 (
-    TOP_T, TOP_C, SUM_S, SUM_Q, SUM_M, SUM_A, SUM_B, SUM_E, SUM_F,
+    TOP_T, TOP_C, C0, SUM_S, SUM_Q, SUM_M, SUM_N, SUM_A, SUM_B, SUM_E, SUM_F,
     ID_T, ID_C, TIES_T, TIES_C, JOINT, BAD_T, BAD_C, LOST_T, LOST_C, AT_T, AT_C,
-) = range(20)  # fmt: skip
-SLOTS = 20
+) = range(22)  # fmt: skip
+SLOTS = 22
+REACH = 30.0
 
 
 def fresh(rows: int) -> np.ndarray:
@@ -36,39 +38,52 @@ def shift(top: float) -> float:
 
 
 @numba.njit(nogil=True)
-def raise_tops(state: np.ndarray, top_t: float, top_c: float) -> None:
-    """Move a state to larger maxima (whose ids are then unknown, -1); exact algebra, in float64.
+def centre(top_t: float, top_c: float, c0: float, mass: float, moment: float) -> float:
+    """A better c0: the mean of c - t, given S and M of what is known with the old one.
 
-    With ``fp, fq`` the factors that p and q take and ``dl`` the rise of c0: phi(d - dl) = e^-dl phi(d) + expm1(-dl) d
-    + (expm1(-dl) + dl), and e^-dl fp = fq. Sum q d is A + B + M, since q = p e^d.
+    It stays within ``REACH`` of the maxima's difference, so that neither exp leaves the range of fp32.
+    """
+    middle = shift(top_c) - shift(top_t)
+    if not (mass > 0.0 and math.isfinite(moment / mass)):
+        return middle
+    return min(max(c0 + moment / mass, middle - REACH), middle + REACH)
+
+
+@numba.njit(nogil=True)
+def move(state: np.ndarray, top_t: float, top_c: float, c0: float) -> None:
+    """Move a state to larger maxima (whose ids are then unknown, -1) and a new c0; exact algebra, in float64.
+
+    With ``fp, fq`` the factors that p and q take and ``dl`` the rise of c0, phi(d - dl) = e^-dl phi(d) + expm1(-dl) d
+    + (expm1(-dl) + dl), and e^-dl fp = fq. After a large rise little is left of the old A and B to build on, and
+    A = Q - S - M, B = S - Q + N lose nothing.
     """
     rise_t = shift(top_t) - shift(state[TOP_T])
-    rise_c = shift(top_c) - shift(state[TOP_C])
-    s, q, m, a, b = state[SUM_S], state[SUM_Q], state[SUM_M], state[SUM_A], state[SUM_B]
-    # A side that has no mass yet has no shift to keep: let it follow the other, so that c0 stays.
-    if s == 0.0:
+    rise_c = rise_t + (c0 - state[C0])
+    s, q, m, n = state[SUM_S], state[SUM_Q], state[SUM_M], state[SUM_N]
+    # A side that has no mass yet has no shift to keep: let it follow the other.
+    if s == 0.0 and q == 0.0:
+        rise_t = rise_c = 0.0
+    elif s == 0.0:
         rise_t = rise_c
     elif q == 0.0:
         rise_c = rise_t
     fp, fq, dl = math.exp(-rise_t), math.exp(-rise_c), rise_c - rise_t
-    if s == 0.0 and q == 0.0:
-        fp = fq = 1.0
+    state[SUM_S], state[SUM_Q] = fp * s, fq * q
+    state[SUM_M], state[SUM_N] = fp * (m - dl * s), fq * (n - dl * q)
     if abs(dl) < 1.0:
         e, g = math.expm1(-dl), math.expm1(dl)
-        state[SUM_A] = fp * ((1.0 + e) * a + (e + dl) * s + e * m)
-        state[SUM_B] = fq * ((1.0 + g) * b + (g - dl) * q - g * (a + b + m))
+        state[SUM_A] = fp * ((1.0 + e) * state[SUM_A] + (e + dl) * s + e * m)
+        state[SUM_B] = fq * ((1.0 + g) * state[SUM_B] + (g - dl) * q - g * n)
     else:
-        state[SUM_A] = fq * a + (fq - fp + fp * dl) * s + (fq - fp) * m
-        state[SUM_B] = fp * b + (fp - fq - fq * dl) * q - (fp - fq) * (a + b + m)
+        state[SUM_A] = state[SUM_Q] - state[SUM_S] - state[SUM_M]
+        state[SUM_B] = state[SUM_S] - state[SUM_Q] + state[SUM_N]
     state[SUM_E] = fp * (state[SUM_E] - rise_t * s)
     state[SUM_F] = fq * (state[SUM_F] - rise_c * q)
-    state[SUM_M] = fp * (m - dl * s)
-    state[SUM_S], state[SUM_Q] = fp * s, fq * q
     if top_t > state[TOP_T]:
         state[TOP_T], state[ID_T], state[TIES_T] = top_t, -1.0, 0.0
     if top_c > state[TOP_C]:
         state[TOP_C], state[ID_C], state[TIES_C] = top_c, -1.0, 0.0
-    state[JOINT] = 0.0
+    state[C0], state[JOINT] = c0, 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +109,10 @@ def finish(state: np.ndarray, vocab_size: int) -> Sides:
     """
     with np.errstate(all="ignore"):
         valid = [_valid(state, top, bad) for top, bad in ((TOP_T, BAD_T), (TOP_C, BAD_C))]
+        base_t = np.where(state[:, TOP_T] > -np.inf, state[:, TOP_T], 0.0)
         lse = [
-            np.where(ok, state[:, top] + np.log(state[:, total]), np.nan)
-            for ok, top, total in zip(valid, (TOP_T, TOP_C), (SUM_S, SUM_Q), strict=True)
+            np.where(ok, base + np.log(state[:, total]), np.nan)
+            for ok, base, total in zip(valid, (base_t, base_t + state[:, C0]), (SUM_S, SUM_Q), strict=True)
         ]
         forward, backward = _divergences(state)
         pair = valid[0] & valid[1]
@@ -115,18 +131,19 @@ def finish(state: np.ndarray, vocab_size: int) -> Sides:
         top1=(_top1(state[:, ID_T], valid[0]), _top1(state[:, ID_C], valid[1])),
         tied=(valid[0] & (state[:, TIES_T] > 1), valid[1] & (state[:, TIES_C] > 1)),
         nonfinite=(_count(state[:, BAD_T], valid[0], vocab_size), _count(state[:, BAD_C], valid[1], vocab_size)),
-        p_top1=np.where(valid[0], 1.0 / state[:, SUM_S], np.nan),
+        p_top1=np.exp(state[:, TOP_T] - lse[0]),
         joint=pair & (state[:, JOINT] > 0),
     )
 
 
 def _divergences(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """KL both ways. Where x is not small, A / S - x is -M / S, and B / Q plus its x is N / Q."""
     s, q = state[:, SUM_S], state[:, SUM_Q]
     x = (state[:, SUM_A] + state[:, SUM_M]) / s
-    near = np.abs(x) < 0.5
-    log_ratio = np.where(near, np.log1p(x), np.log(q / s))
-    back = np.where(near, -x / (1.0 + x), s / q - 1.0)
-    return state[:, SUM_A] / s - (x - log_ratio), state[:, SUM_B] / q - (back + log_ratio)
+    near, log_x, log_ratio = np.abs(x) < 0.5, np.log1p(x), np.log(q / s)
+    forward = np.where(near, state[:, SUM_A] / s - (x - log_x), log_ratio - state[:, SUM_M] / s)
+    backward = np.where(near, state[:, SUM_B] / q - (log_x - x / (1.0 + x)), state[:, SUM_N] / q - log_ratio)
+    return forward, backward
 
 
 def _valid(state: np.ndarray, top: int, bad: int) -> np.ndarray:

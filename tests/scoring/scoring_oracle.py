@@ -1,16 +1,14 @@
-"""The same results in plain float64 numpy, a few rows at a time: slow, short, easy to check."""
+"""Independent computations of the same results: plain float64 numpy, and mpmath for the hard rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+import mpmath
 import numpy as np
 import torch
 
 from harness.types import SCORE_DTYPES, Head, Scores
-
-CHUNK_ROWS = 8
 
 
 def head_logits(states_TH: torch.Tensor, head: Head) -> np.ndarray:
@@ -101,19 +99,23 @@ def _pair(teacher_W: np.ndarray, candidate_W: np.ndarray, target: int, vocab_siz
     return row
 
 
-def scores_of(rows: Iterator[dict[str, Any]]) -> Scores:
-    """Gather the positions' results into arrays."""
-    held = list(rows)
+def oracle_scores(
+    teacher_TW: torch.Tensor | np.ndarray,
+    candidate_TW: torch.Tensor | np.ndarray,
+    targets_T: np.ndarray,
+    vocab_size: int | None = None,
+) -> Scores:
+    """Every result of `Scores` from logits of both sides, in float64, one position at a time."""
+    wide = [torch.as_tensor(side).double().numpy() for side in (teacher_TW, candidate_TW)]
+    vocab = wide[0].shape[1] if vocab_size is None else vocab_size
+    held = [_pair(t, c, int(target), vocab) for t, c, target in zip(*wide, targets_T, strict=True)]
     return Scores(**{name: np.array([row[name] for row in held], dtype) for name, dtype in SCORE_DTYPES.items()})
 
 
-def score_chunks(chunks: Iterator[tuple[np.ndarray, np.ndarray]], targets_T: np.ndarray, vocab_size: int) -> Scores:
-    """Score chunks of ``(teacher, candidate)`` logits ``[n, W]`` that follow each other."""
-
-    def rows() -> Iterator[dict[str, Any]]:
-        targets = iter(targets_T)
-        for teacher, candidate in chunks:
-            for one, other in zip(teacher, candidate, strict=True):
-                yield _pair(one.astype(np.float64), other.astype(np.float64), int(next(targets)), vocab_size)
-
-    return scores_of(rows())
+def mpmath_kl(teacher_V: np.ndarray, candidate_V: np.ndarray, digits: int = 50) -> float:
+    """KL(teacher||candidate) of one position straight from its definition, to ``digits`` digits."""
+    with mpmath.workdps(digits):
+        p, q = ([mpmath.exp(mpmath.mpf(float(x))) for x in side] for side in (teacher_V, candidate_V))
+        total_p, total_q = mpmath.fsum(p), mpmath.fsum(q)
+        terms = (a / total_p * mpmath.log(a * total_q / (b * total_p)) for a, b in zip(p, q, strict=True) if a)
+        return float(mpmath.fsum(terms))

@@ -27,12 +27,12 @@ def run(rows: list[int], vocabularies: list[int], length: int, width: int) -> li
     cases = [(n, vocabularies[0]) for n in rows] + [(rows[0], v) for v in vocabularies[1:]]
     extras = {case: _child(case[0], length, case[1], width) for case in cases}
     figures = [
-        Figure(name=f"scoring {count} rows of {length}, V={vocab:,}: extra", value=extra, unit="MB")
+        Figure(name=f"{count} rows, V={vocab:,}: extra", value=extra, unit="MB")
         for (count, vocab), extra in extras.items()
     ]
     spread = max(extras.values()) - min(extras.values())
-    note = "largest against smallest; resident memory over the loaded process and its heads"
-    return [*figures, Figure(name="growth with rows and V", value=spread, unit="MB", most=32.0, note=note)]
+    note = "resident memory above the loaded process and its heads"
+    return [*figures, Figure(name="largest minus smallest", value=spread, unit="MB", most=32.0, note=note)]
 
 
 def _child(rows: int, length: int, vocab: int, width: int) -> float:

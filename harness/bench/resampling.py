@@ -35,5 +35,4 @@ def run(rows: int, resamples: int, metrics: int, rounds: int) -> list[Figure]:
             clock=cpu_seconds,
         )
     resample_matrix.cache_clear()
-    shape = f"{resamples:,} x {rows} rows"
-    return [Figure(name=f"{name}, {shape}", value=value, unit="CPU-s") for name, value in seconds.items()]
+    return [Figure(name=name, value=value, unit="CPU-s") for name, value in seconds.items()]

@@ -7,10 +7,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench import accuracy, capture_store, exl3_decode, from_logits, memory, resampling, through_head
+from harness.bench import accuracy, capture_store, exl3_speed, from_logits, memory, resampling, through_head
 from harness.bench.figure import Figure, Section
 from harness.environment import environment
 from harness.errors import UsageError
@@ -27,7 +28,7 @@ class Sizes:
     logits: Sequence[tuple[int, int, int]]
     heads: Sequence[tuple[int, int, int, int, float]]
     accuracy: tuple[int, int]
-    features: int
+    exl3: tuple[int, int]
     store: tuple[int, int]
     memory: tuple[list[int], list[int], int, int]
     resamples: tuple[int, int, int]
@@ -39,7 +40,7 @@ FULL = Sizes(
     logits=[(154_880, 96, 7), (49_152, 192, 7)],
     heads=[(49_152, 576, 256, 5, 3e10), (154_880, 4096, 256, 2, 3e10)],
     accuracy=(154_880, 8),
-    features=2048,
+    exl3=(2048, 512),
     store=(4096, 2048),
     memory=([8, 32, 128], [49_152, 154_880], 65, 64),
     resamples=(512, 10_000, 40),
@@ -50,7 +51,7 @@ TINY = Sizes(
     logits=[(3000, 4, 1)],
     heads=[(3000, 64, 4, 1, 1e7)],
     accuracy=(3000, 2),
-    features=128,
+    exl3=(128, 1),
     store=(64, 65),
     memory=([2], [512, 1024], 9, 16),
     resamples=(16, 200, 4),
@@ -58,37 +59,75 @@ TINY = Sizes(
 )
 
 
-def sections(sizes: Sizes, folder: Path) -> dict[str, Callable[[], list[Figure]]]:
-    """What there is to run, by name; ``folder`` is for files that a section writes."""
-    return {
-        "from logits": lambda: [f for case in sizes.logits for f in from_logits.run(*case)],
-        "through the head": lambda: [f for case in sizes.heads for f in through_head.run(*case)],
-        "accuracy of KL": lambda: accuracy.run(*sizes.accuracy),
-        "EXL3": lambda: exl3_decode.run(sizes.features, sizes.rounds),
-        "capture store": lambda: capture_store.run(folder, *sizes.store, sizes.rounds),
-        "memory": lambda: memory.run(*sizes.memory),
-        "bootstrap": lambda: resampling.run(*sizes.resamples, sizes.rounds),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One section at one size."""
+
+    section: str
+    title: str
+    work: Callable[[], list[Figure]]
+
+
+def cases(sizes: Sizes, folder: Path) -> list[Case]:
+    """What there is to run, in order; ``folder`` is for files that a section writes."""
+    width, length = sizes.store
+    resamples = f"{sizes.resamples[1]:,} x {sizes.resamples[0]} rows"
+    return [
+        *(
+            Case(section="logits", title=f"from logits, V={a[0]:,}, one thread", work=partial(from_logits.run, *a))
+            for a in sizes.logits
+        ),
+        *(
+            Case(
+                section="head",
+                title=f"through the head, V={a[0]:,} H={a[1]:,}, {2 * a[2]} stacked rows, one thread",
+                work=partial(through_head.run, *a),
+            )
+            for a in sizes.heads
+        ),
+        Case(section="accuracy", title="relative error of KL", work=partial(accuracy.run, *sizes.accuracy)),
+        Case(
+            section="exl3",
+            title=f"EXL3, {sizes.exl3[0]} x {sizes.exl3[0]} weights, {sizes.exl3[1]} Gaussian tiles, one thread",
+            work=partial(exl3_speed.run, *sizes.exl3, 3),
+        ),
+        Case(
+            section="store",
+            title=f"capture store, one row of {length} x {width} bf16",
+            work=partial(capture_store.run, folder, width, length, sizes.rounds),
+        ),
+        Case(
+            section="memory",
+            title=f"scoring a capture, rows of {sizes.memory[2]} tokens",
+            work=partial(memory.run, *sizes.memory),
+        ),
+        Case(
+            section="bootstrap",
+            title=f"bootstrap, {resamples}",
+            work=partial(resampling.run, *sizes.resamples, sizes.rounds),
+        ),
+    ]
 
 
 def run_bench(sizes: Sizes = FULL, only: Sequence[str] = ()) -> list[Section]:
-    """Run all sections, or those named in ``only``.
+    """Run all cases, or those of the sections named in ``only``.
 
     Raises:
         UsageError: ``only`` names no section.
     """
     with tempfile.TemporaryDirectory() as folder:
-        every = sections(sizes, Path(folder))
-        unknown = [name for name in only if name not in every]
-        if unknown:
-            raise UsageError(f"there is no section {unknown[0]!r}", f"choose from: {', '.join(every)}")
-        chosen = {name: every[name] for name in only or every}
+        every = cases(sizes, Path(folder))
+        names = list(dict.fromkeys(case.section for case in every))
+        for name in only:
+            if name not in names:
+                raise UsageError(f"there is no section {name!r}", f"choose from: {', '.join(names)}")
+        chosen = [case for case in every if not only or case.section in only]
         done = []
-        with phase("bench", total=len(chosen), unit="figures", item="section") as advance:
-            for name, work in chosen.items():
+        with phase("bench", total=len(chosen), unit="figures", item="case") as advance:
+            for case in chosen:
                 start = time.perf_counter()
-                figures = work()
-                done.append(Section(name=name, figures=figures, seconds=time.perf_counter() - start))
+                figures = case.work()
+                done.append(Section(name=case.title, figures=figures, seconds=time.perf_counter() - start))
                 advance(1, len(figures))
     return done
 

@@ -20,7 +20,7 @@ from harness.capture.manifest import (
     differences,
     load_manifest,
 )
-from harness.capture.rowfile import corrupt, read_array, read_metadata
+from harness.capture.rowfile import corrupt, read_metadata, read_row_file
 from harness.digest import file_digest
 from harness.errors import CaptureError
 
@@ -60,8 +60,7 @@ def entry_of(path: Path) -> tuple[RowEntry, dict[str, Any]]:
     """
     note = read_metadata(path)
     key = stored_key(note, path.name)
-    arrays = {name: read_array(path, name, dtype) for name, dtype in array_columns(key).items()}
-    if arrays_digest(arrays) != note.get("states_sha256"):
+    if arrays_digest(read_row_file(path, array_columns(key))[0]) != note.get("states_sha256"):
         raise corrupt(path.name, "its captured array does not have the digest it was written with")
     names = [name for name in RowEntry.model_fields if name not in ("file", "file_sha256")]
     fields = {name: note.get(name) for name in names} | {"file": path.name, "file_sha256": file_digest(path)}

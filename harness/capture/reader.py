@@ -11,8 +11,8 @@ import torch
 
 from harness.capture.heads import load_head
 from harness.capture.inventory import array_columns, present_manifest, stored_key
-from harness.capture.manifest import Manifest, RowEntry
-from harness.capture.rowfile import corrupt, read_array, read_columns, read_metadata
+from harness.capture.manifest import Form, Manifest, RowEntry
+from harness.capture.rowfile import corrupt, read_metadata, read_row_file
 from harness.digest import file_digest
 from harness.errors import CaptureError
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, TopK
@@ -108,10 +108,10 @@ class Capture:
         if check and index not in self._checked:
             self.check_file(entry)
             self._checked.add(index)
-        form = self.manifest.key.form
-        columns = read_columns(path, list(COLUMNS[form].values()))
-        fields = {name: columns[column] for name, column in COLUMNS[form].items()}
-        return CapturedRow(index=index, outputs=self._outputs(path), **fields)
+        key = self.manifest.key
+        arrays, columns = read_row_file(path, array_columns(key), tuple(COLUMNS[key.form].values()))
+        fields = {name: columns[column] for name, column in COLUMNS[key.form].items()}
+        return CapturedRow(index=index, outputs=_outputs(key.form, arrays, fields["nll"]), **fields)
 
     def check_file(self, entry: RowEntry) -> None:
         """Refuse a row file that changed since its manifest was written, or says another dtype or cut point."""
@@ -152,15 +152,13 @@ class Capture:
             )
         return _changes(ours, identity, ("model", "revision", "version", "device", "settings"))
 
-    def _outputs(self, path: Path) -> Outputs:
-        key = self.manifest.key
-        arrays = {name: read_array(path, name, dtype) for name, dtype in array_columns(key).items()}
-        if key.form == "hidden":
-            return Hidden(states_TH=arrays["states"])
-        if key.form == "logits":
-            return Logits(logits_TV=arrays["logits"])
-        target = -read_columns(path, ["nll"])["nll"]
-        return TopK(ids_TK=arrays["ids"].numpy(), logprobs_TK=arrays["logprobs"].numpy(), target_logprob_T=target)
+
+def _outputs(form: Form, arrays: dict[str, torch.Tensor], nll: np.ndarray) -> Outputs:
+    if form == "hidden":
+        return Hidden(states_TH=arrays["states"])
+    if form == "logits":
+        return Logits(logits_TV=arrays["logits"])
+    return TopK(ids_TK=arrays["ids"].numpy(), logprobs_TK=arrays["logprobs"].numpy(), target_logprob_T=-nll)
 
 
 def _changes(ours: EngineIdentity, theirs: EngineIdentity, names: tuple[str, ...]) -> list[str]:

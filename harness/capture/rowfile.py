@@ -7,7 +7,8 @@ bytes lie in the file exactly as in memory. bf16 does not exist in Parquet; bits
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import mmap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from harness.capture.manifest import TORCH_DTYPES
 from harness.digest import tensor_bytes
 from harness.errors import CaptureError
 from harness.store import write_table
@@ -78,47 +78,68 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
-def read_columns(path: Path, names: list[str]) -> dict[str, np.ndarray]:
-    """Small columns as numpy arrays."""
+def read_row_file(
+    path: Path, arrays: Mapping[str, torch.dtype], columns: Sequence[str] = ()
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
+    """Wide columns as [T, W] tensors of the given dtypes, and narrow ones as numpy arrays.
+
+    A tensor is a view of the file where that is proven to be safe, else a copy. It is mapped copy-on-write: writing
+    into it never reaches the file.
+
+    Raises:
+        CaptureError: a column is absent, or a wide one is not fixed-size binary in elements of its dtype.
+    """
+    mapped = _mapped(path)
     try:
-        table = pq.read_table(path, columns=names, memory_map=True)
+        with pq.ParquetFile(pa.BufferReader(mapped)) as file:
+            wide = {name: _array(path.name, mapped, file, name, dtype) for name, dtype in arrays.items()}
+            missing = [name for name in columns if name not in file.metadata.schema.names]
+            if missing:
+                raise corrupt(path.name, f"column {missing[0]} is missing")
+            table = file.read(columns=list(columns), use_threads=False) if columns else None
     except (pa.ArrowException, OSError) as error:
         raise corrupt(path.name, str(error).splitlines()[0]) from error
-    missing = [name for name in names if name not in table.column_names]
-    if missing:
-        raise corrupt(path.name, f"column {missing[0]} is missing")
-    return {name: table.column(name).to_numpy() for name in names}
+    return wide, {name: table.column(name).to_numpy() for name in columns} if table is not None else {}
 
 
 def read_array(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A [T, W] tensor of ``dtype``: a view of the file where that is proven to be safe, else a copy.
+    """One wide column; see `read_row_file`."""
+    return read_row_file(path, {name: dtype})[0][name]
 
-    The tensor is mapped copy-on-write: writing into it never reaches the file.
 
-    Raises:
-        CaptureError: the column is absent, not fixed-size binary, or no multiple of the dtype's size.
-    """
+def _mapped(path: Path) -> mmap.mmap:
     try:
-        with pq.ParquetFile(path) as file:
-            details, rows, index = file.metadata, file.metadata.num_rows, file.schema_arrow.get_field_index(name)
-            kind = file.schema_arrow.field(index).type if index >= 0 else None
-    except (pa.ArrowException, OSError) as error:
-        raise corrupt(path.name, str(error).splitlines()[0]) from error
-    if kind is None or not pa.types.is_fixed_size_binary(kind) or kind.byte_width % dtype.itemsize:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+    except ValueError as error:
+        raise corrupt(path.name, "it is empty") from error
+
+
+def _array(file_name: str, mapped: mmap.mmap, file: pq.ParquetFile, name: str, dtype: torch.dtype) -> torch.Tensor:
+    details = file.metadata
+    index = details.schema.names.index(name) if name in details.schema.names else -1
+    found, width = "missing", 0
+    if index >= 0:
+        kind = details.schema.column(index)
+        found, width = kind.physical_type, kind.length or 0
+    if found != "FIXED_LEN_BYTE_ARRAY" or width % dtype.itemsize:
         raise CaptureError(
-            f"{path.name}: column {name} is {kind or 'missing'}, not fixed-size binary of {dtype}",
+            f"{file_name}: column {name} is {found} of width {width}, not fixed-size binary of {dtype}",
             "capture the teacher again with this version; a stored array is never reinterpreted as another dtype",
         )
-    offset = page_offset(path, details, index, rows * kind.byte_width)
+    rows, size = details.num_rows, details.num_rows * width
+    offset = page_offset(mapped, details, index, size)
     if offset is None:
-        raw = _decoded(path, name, rows, kind.byte_width)
+        raw = _decoded(file_name, file, name, size)
     else:
-        raw = np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(rows, kind.byte_width))
-        raw = raw if offset % dtype.itemsize == 0 else np.array(raw)
-    return torch.from_numpy(raw.view(_INT_VIEWS[dtype])).view(dtype)
+        raw = np.frombuffer(mapped, dtype=np.uint8, count=size, offset=offset)
+        raw = raw if offset % dtype.itemsize == 0 else raw.copy()
+    return torch.from_numpy(raw.view(_INT_VIEWS[dtype]).reshape(rows, -1)).view(dtype)
 
 
-def page_offset(path: Path, details: Any, column: int, size: int) -> int | None:
+def page_offset(mapped: mmap.mmap | bytes, details: pq.FileMetaData, column: int, size: int) -> int | None:
     """Where ``size`` raw bytes of a column begin in the file, or None where a plain view is not proven right."""
     if details.num_row_groups != 1 or details.schema.column(column).max_definition_level != 0 or size == 0:
         return None
@@ -127,11 +148,9 @@ def page_offset(path: Path, details: Any, column: int, size: int) -> int | None:
     if chunk.compression != "UNCOMPRESSED" or not plain or chunk.physical_type != "FIXED_LEN_BYTE_ARRAY":
         return None
     start, header = chunk.data_page_offset, chunk.total_compressed_size - size
-    if not 0 < header <= 64:
+    if not 0 < header <= 64 or start + header + size > len(mapped):
         return None
-    with path.open("rb") as file:
-        file.seek(start)
-        return start + header if _is_one_page(file.read(header), size) else None
+    return start + header if _is_one_page(mapped[start : start + header], size) else None
 
 
 def _is_one_page(header: bytes, size: int) -> bool:
@@ -152,26 +171,15 @@ def _varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def _decoded(path: Path, name: str, rows: int, width: int) -> np.ndarray:
-    """The column through the Parquet reader: any encoding, one copy."""
-    try:
-        chunk = pa.concat_arrays(pq.read_table(path, columns=[name]).column(name).chunks)
-    except (pa.ArrowException, OSError) as error:
-        raise corrupt(path.name, str(error).splitlines()[0]) from error
+def _decoded(file_name: str, file: pq.ParquetFile, name: str, size: int) -> np.ndarray:
+    """The column's bytes through the Parquet reader: any encoding, one copy."""
+    chunk = pa.concat_arrays(file.read(columns=[name], use_threads=False).column(name).chunks)
     bits = chunk.buffers()[1]
     if chunk.null_count or bits is None:
-        raise corrupt(path.name, f"column {name} has {chunk.null_count} nulls")
-    raw = np.frombuffer(memoryview(bits), dtype=np.uint8, count=rows * width, offset=chunk.offset * width)
-    return raw.reshape(rows, width).copy()
+        raise corrupt(file_name, f"column {name} has {chunk.null_count} nulls")
+    width = size // max(len(chunk), 1)
+    return np.frombuffer(memoryview(bits), dtype=np.uint8, count=size, offset=chunk.offset * width).copy()
 
 
 def _missing(path: Path) -> CaptureError:
     return CaptureError(f"{path.name} is missing", "run `fidelity teacher capture` again: it adds what is missing")
-
-
-def dtype_of(metadata: Mapping[str, Any], file: str) -> torch.dtype:
-    """The dtype a row file declares."""
-    name = metadata.get("key", {}).get("dtype")
-    if name not in TORCH_DTYPES:
-        raise corrupt(file, f"it declares dtype {name!r}")
-    return TORCH_DTYPES[name]

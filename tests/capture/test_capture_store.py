@@ -112,7 +112,7 @@ def test_only_proven_files_are_mapped(tmp_path: Path) -> None:
     for name, change in layouts.items():
         path = tmp_path / f"{name}.parquet"
         pq.write_table(pa.table([column], schema=schema), path, **(good | change))
-        offset = page_offset(path, pq.read_metadata(path), 0, values.nbytes)
+        offset = page_offset(path.read_bytes(), pq.read_metadata(path), 0, values.nbytes)
         assert (offset is not None) == (name == "good"), name
         assert np.array_equal(read_array(path, "states", torch.bfloat16).view(torch.uint8).numpy(), values), name
 

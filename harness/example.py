@@ -10,12 +10,13 @@ from pathlib import Path
 
 from harness.engines.models import locate
 from harness.errors import UsageError
-from harness.exl3.quantize import QuantizeSettings, quantize_checkpoint
+from harness.exl3.quantize import quantize_checkpoint
+from harness.exl3.quantize_plan import QuantizeSettings
 from harness.teacher import MODELS, read_spec
 
 TEACHER = Path("teachers/smollm2-135m.toml")
 #: As many layers' MLPs as let the whole `make panel` end within five minutes on two cores.
-LAYERS = tuple(range(8, 16))
+LAYERS = tuple(range(10, 16))
 BITS = 3
 
 

@@ -32,3 +32,14 @@ def panel_folder(tmp_path_factory: pytest.TempPathFactory, teacher_folder: Path)
     tiny.write_panel(folder, teacher_folder)
     build_panel(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def exl3_folder(tmp_path_factory: pytest.TempPathFactory, teacher_folder: Path) -> Path:
+    """The teacher's MLPs as EXL3 at 3 bits, made by the reference encoder; never changed by a test."""
+    from harness.exl3.quantize import quantize_checkpoint
+    from harness.exl3.quantize_plan import QuantizeSettings
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-exl3"
+    quantize_checkpoint(teacher_folder, folder, QuantizeSettings(bits=3, modules="mlp"))
+    return folder

@@ -40,6 +40,10 @@ app.command()(report)
 app.command("import-g4")(import_g4)
 
 
+#: The shell's code for Ctrl-C; typer turns KeyboardInterrupt into it.
+INTERRUPTED = 130
+
+
 def main() -> None:
     """Entry point; exit codes 0 ok, 1 a bar not met, 2 usage, 3 refused, 130 interrupted."""
     try:
@@ -47,9 +51,10 @@ def main() -> None:
     except HarnessError as error:
         _complain(str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _complain("interrupted; finished rows are kept\n  repair: run the same command again to go on from there")
-        sys.exit(130)
+    except SystemExit as done:
+        if done.code == INTERRUPTED:
+            _complain("interrupted; what was finished is kept\n  repair: run the same command again to go on from there")
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -53,7 +53,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except SystemExit as done:
         if done.code == INTERRUPTED:
-            _complain("interrupted; what was finished is kept\n  repair: run the same command again to go on from there")
+            _complain("interrupted; what is finished is kept\n  repair: run the same command again to go on")
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

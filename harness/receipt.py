@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from harness.errors import Refused
 from harness.store import write_json
@@ -18,6 +18,8 @@ from harness.store import write_json
 FORMAT = "exl3-fidelity/measurement/1"
 DIRECTION = "KL(teacher||candidate) = sum_v P(v) * ln(P(v) / Q(v)), P teacher, Q candidate, nats"
 
+#: Every perplexity in a summary begins with one of these.
+PERPLEXITIES = ("ppl_token_", "ppl_word_", "ppl_byte_")
 
 #: What was measured against the teacher: a quant, a round-to-nearest version of the teacher, or the teacher itself.
 Role = Literal["candidate", "anchor", "floor"]
@@ -121,6 +123,15 @@ class Measurement(Strict):
     row_level_only: bool = False
     registration: dict[str, Any] | None = None
     notes: list[str] = Field(default_factory=list)
+
+    @field_validator("summary")
+    @classmethod
+    def _perplexity_has_a_unit(cls, summary: dict[str, Any]) -> dict[str, Any]:
+        """A perplexity per token, per word or per byte are three numbers: one that does not say which is refused."""
+        for name in summary:
+            if name.startswith(("ppl", "perplexity")) and not name.startswith(PERPLEXITIES):
+                raise ValueError(f"{name} names no unit; use one of {', '.join(PERPLEXITIES)}")
+        return summary
 
     @property
     def label(self) -> str:

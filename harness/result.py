@@ -24,6 +24,8 @@ from harness.stats.bootstrap import mean_kl_interval
 from harness.stats.influence import group_totals, t_interval
 from harness.types import Engine, EngineIdentity, Panel, Row, Scores
 
+#: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
+OUTSIDE = 1e-6
 SAME_MODEL = "KL is exactly 0 at every position: candidate and teacher are the same model"
 
 
@@ -69,7 +71,7 @@ def build_measurement(
         preflight=checks,
         environment=environment() | {"source_sha256": source_digest()},
         positions_sha256=file_digest(folder / "positions.parquet"),
-        notes=[*notes, *([SAME_MODEL] if role != "floor" and counts["zero_kl"] == len(scores) else [])],
+        notes=[*notes, *_padding_notes(scores), *_same_model(counts, len(scores), role)],
     )
     measurement = with_registration(measurement, panel_folder)
     save_measurement(folder, measurement)
@@ -122,6 +124,21 @@ def _finite_only(scores: Scores, counts: dict[str, int]) -> dict[str, float]:
     finite = np.isfinite(scores.kl)
     mean = float(scores.kl[finite].mean()) if finite.any() else float("nan")
     return {"kl_mean_finite": mean, "finite_share": float(finite.mean())}
+
+
+def _same_model(counts: dict[str, int], positions: int, role: Role) -> list[str]:
+    return [SAME_MODEL] if role != "floor" and counts["zero_kl"] == positions else []
+
+
+def _padding_notes(scores: Scores) -> list[str]:
+    """A side that puts probability where no softmax of ours looks: how much, at most and on average."""
+    sides = {"teacher": scores.outside_teacher, "candidate": scores.outside_candidate}
+    return [
+        f"the {side} puts probability on padding columns, at most {np.nanmax(values):.3g}, on average "
+        f"{np.nanmean(values):.3g}; both sides are normalised without them"
+        for side, values in sides.items()
+        if (values > OUTSIDE).any()
+    ]
 
 
 def _rows_of(scores: Scores, row_N: np.ndarray, row: int) -> Scores:

@@ -57,6 +57,7 @@ def counts(scores: Scores) -> dict[str, int]:
     return {
         "nonfinite_positions": int((~np.isfinite(kl)).sum()),
         "infinite_kl": int(np.isposinf(kl).sum()),
+        "infinite_nll": int((np.isposinf(scores.nll_teacher) | np.isposinf(scores.nll_candidate)).sum()),
         "nonfinite_logits_teacher": int((scores.nonfinite_teacher > 0).sum()),
         "nonfinite_logits_candidate": int((scores.nonfinite_candidate > 0).sum()),
         "negative_kl": int((kl < 0).sum()),

@@ -1,0 +1,49 @@
+"""``fidelity anchor`` and ``fidelity floor``: what a candidate's numbers are read against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.measure import EXAMPLE_PANEL, show
+
+TeacherArgument = Annotated[str, typer.Argument(help="teachers/NAME.toml or a model: its weights are needed.")]
+PanelOption = Annotated[Path, typer.Option(help="Panel folder.")]
+RowsOption = Annotated[int | None, typer.Option(help="Only the first so many rows; the result says partial.")]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: reports/<name>.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the receipt instead of tables.")]
+
+
+def anchor(
+    scheme: Annotated[str, typer.Argument(metavar="int8|fp8|nf4|q4-rtn", help="Format to round to.")],
+    teacher: TeacherArgument,
+    panel: PanelOption = EXAMPLE_PANEL,
+    rows: RowsOption = None,
+    group: Annotated[int | None, typer.Option(help="Weights that share a scale in q4-rtn: 64 or 128.")] = None,
+    out: OutOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the teacher rounded to nearest in a well-known format, as a row beside candidates."""
+    from harness.anchor import anchor as run
+
+    show(run(scheme, teacher, panel=panel, rows=rows, out=out, device=device, group=group), as_json)
+
+
+def floor(
+    teacher: TeacherArgument,
+    panel: PanelOption = EXAMPLE_PANEL,
+    kind: Annotated[str, typer.Option(help="repeat, bf16 or perturb.")] = "repeat",
+    rows: RowsOption = None,
+    seed: Annotated[int, typer.Option(help="Of the noise of perturb.")] = 1234,
+    out: OutOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the teacher against itself: once more, in the other precision, or with a rounding's noise a layer."""
+    from harness.floor import floor as run
+
+    show(run(teacher, panel=panel, kind=kind, rows=rows, out=out, device=device, seed=seed), as_json)

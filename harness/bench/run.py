@@ -11,7 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench import accuracy, capture_store, exl3_speed, from_logits, memory, resampling, through_head
+from harness.bench import (
+    accuracy,
+    capture_store,
+    exl3_speed,
+    from_logits,
+    memory,
+    resampling,
+    streaming_speed,
+    through_head,
+)
 from harness.bench.figure import Figure, Section
 from harness.environment import environment
 from harness.errors import UsageError
@@ -31,6 +40,7 @@ class Sizes:
     exl3: tuple[int, int]
     store: tuple[int, int]
     memory: tuple[list[int], list[int], int, int]
+    streaming: tuple[int, int, int, int]
     resamples: tuple[int, int, int]
     rounds: int
 
@@ -43,6 +53,7 @@ FULL = Sizes(
     exl3=(2048, 512),
     store=(4096, 2048),
     memory=([8, 32, 128], [49_152, 154_880], 65, 64),
+    streaming=(512, 12, 8, 256),
     resamples=(512, 10_000, 40),
     rounds=5,
 )
@@ -54,6 +65,7 @@ TINY = Sizes(
     exl3=(128, 1),
     store=(64, 65),
     memory=([2], [512, 1024], 9, 16),
+    streaming=(64, 2, 2, 16),
     resamples=(16, 200, 4),
     rounds=1,
 )
@@ -100,6 +112,11 @@ def cases(sizes: Sizes, folder: Path) -> list[Case]:
             section="memory",
             title=f"scoring a capture, rows of {sizes.memory[2]} tokens",
             work=partial(memory.run, *sizes.memory),
+        ),
+        Case(
+            section="streaming",
+            title="streaming, {1} layers {0} wide, {2} rows of {3}, one thread".format(*sizes.streaming),
+            work=partial(streaming_speed.run, folder, *sizes.streaming, min(sizes.rounds, 3)),
         ),
         Case(
             section="bootstrap",

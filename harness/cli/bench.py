@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def bench(
     only: Annotated[
         list[str] | None,
-        typer.Option(help="logits, head, accuracy, exl3, store, memory or bootstrap; may be repeated."),
+        typer.Option(help="logits, head, accuracy, exl3, store, memory, streaming or bootstrap; may be repeated."),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it runs, its figures mean nothing.")] = False,
     out: Annotated[Path, typer.Option(help="Where to write the figures as JSON.")] = Path("reports/bench.json"),
@@ -29,11 +29,14 @@ def bench(
     sections = run_bench(sizes, only or ())
     write_json(out, bench_json(sections, sizes))
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     for section in sections:
         console.print(_table(section))
     figures = [figure for section in sections for figure in section.figures if figure.met is not None]
     met = sum(bool(figure.met) for figure in figures)
-    console.print(f"{met} of {len(figures)} targets met; figures in {out}")
+    told = "tiny sizes: targets mean nothing" if quick else f"{met} of {len(figures)} targets met"
+    console.print(f"{told}; figures in {out}", highlight=False)
 
 
 def _table(section: Section):  # type: ignore[no-untyped-def]

@@ -34,13 +34,14 @@ def card(
         bool,
         typer.Option("--positions/--no-positions", help="Copy positions.parquet too: strangers can verify."),
     ] = False,
+    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw pictures, or tables only.")] = True,
 ) -> None:
     """Write a model card from receipts: tables, pictures, front matter."""
     from harness.report.card import Options, collect
     from harness.report.card_write import check_card, write_card
 
     parts = collect(runs, panel=panel, floor=floor, anchors=anchor or [])
-    options = Options(subject=subject, decimals=decimals, base_model=base_model, repo=repo)
+    options = Options(subject=subject, decimals=decimals, base_model=base_model, repo=repo, pictures=pictures)
     if check:
         stale = check_card(parts, options, out)
         for line in stale:

@@ -56,13 +56,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the caller fixes: the subject, decimals of means, the base model, the Hub id of this model."""
+    """What the caller fixes: the subject, decimals of means, base model, the Hub id of this model, pictures or none."""
 
     subject: str | None = None
     decimals: int | None = None
     base_model: str | None = None
     repo: str | None = None
     model_name: str | None = None
+    pictures: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,6 +134,4 @@ def draw_all(part: Part, subject: str, folder: Path) -> None:
             stem = (folder / drawing.picture.file).with_suffix("")
             name = stem.name if theme is LIGHT else f"{stem.name}-{theme.name}"
             with style.drawing(theme):
-                figure = drawing.draw(theme)
-                for suffix in (".png", ".svg"):
-                    style.save(figure, stem.with_name(name + suffix))
+                style.save_all(drawing.draw(theme), [stem.with_name(name + suffix) for suffix in (".png", ".svg")])

@@ -28,7 +28,8 @@ def write_card(
     """Write README.md, the pictures and copies of the receipts into ``folder``."""
     with folder_lock(folder):
         home, subject = find_subject(parts, options.subject)
-        draw_all(home, subject, folder)
+        if options.pictures:
+            draw_all(home, subject, folder)
         receipts = copy_receipts(parts, folder, positions=positions)
         card = _card(parts, options, folder, tasks)
         readme = folder / README
@@ -46,7 +47,7 @@ def check_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: 
     card = _card(parts, options, folder, tasks)
     stale = stale_lines(current, merged_readme(current, card.block, card.keys))
     home, subject = find_subject(parts, options.subject)
-    pictures = [picture.file for picture in shown(home, subject, folder)]
+    pictures = [picture.file for picture in shown(home, subject, folder)] if options.pictures else []
     return [*stale, *(f"{file} is not there" for file in pictures if not (folder / file).is_file())]
 
 
@@ -60,12 +61,14 @@ def options_record(options: Options, subject: str, receipts: Sequence[str]) -> d
         "base_model": options.base_model,
         "repo": options.repo,
         "model_name": options.model_name,
+        "pictures": options.pictures,
     }
 
 
 def _card(parts: Sequence[Part], options: Options, folder: Path, tasks: Sequence[Any]) -> Card:
     home, subject = find_subject(parts, options.subject)
-    return build_card(parts, options, pictures=shown(home, subject, folder), tasks=tasks)
+    pictures = shown(home, subject, folder) if options.pictures else []
+    return build_card(parts, options, pictures=pictures, tasks=tasks)
 
 
 def _text(readme: Path) -> str | None:
@@ -83,7 +86,8 @@ def read_record(folder: Path) -> tuple[list[Path], Options]:
     file = folder / RECORD
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        fields = {name: record[name] for name in ("subject", "decimals", "base_model", "repo", "model_name")}
+        names = ("subject", "decimals", "base_model", "repo", "model_name", "pictures")
+        fields = {name: record[name] for name in names}
         return [folder / FOLDER / name for name in record["receipts"]], Options(**fields)
     except FileNotFoundError as error:
         raise UsageError(f"{folder.name} has no {RECORD}", "name a folder that `fidelity card` wrote") from error

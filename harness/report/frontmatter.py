@@ -101,6 +101,9 @@ def our_keys(
     *, model_name: str, base_model: str | None, results: Sequence[EvalResult], tags: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The front-matter keys that a card owns, as huggingface_hub writes them."""
+    for result in results:
+        # The Hub's writer drops a None without a word; a number that is missing must be heard of.
+        require_plain({"value": result.metric_value, "args": result.metric_args}, result.metric_type)
     data = ModelCardData(
         model_name=model_name,
         base_model=base_model,
@@ -200,7 +203,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     looks_numeric = re.fullmatch(r"[-+0-9._eE]+", text) is not None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if looks_numeric else None)
+    style = "'" if looks_numeric else (None if text.isprintable() else '"')
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -224,7 +228,11 @@ def _with_key(front: str, key: str, chunk: str) -> str:
 
 
 def _require_merged(text: str, expected: dict[str, Any]) -> None:
-    if parse(text) != expected:
+    try:
+        same = parse(text) == expected
+    except UsageError:
+        same = False
+    if not same:
         raise Refused(
             "the merged front matter does not read back as it was meant",
             "put every key of the README's front matter on a line of its own, in block style",

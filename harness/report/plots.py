@@ -298,9 +298,8 @@ def write_pictures(
     suffix = "" if theme is LIGHT else f"-{theme.name}"
     for name, draw, _, _ in PICTURES:
         with style.drawing(theme):
-            figure = draw(frame, measurement, theme)
-            for kind in kinds:
-                style.save(figure, folder / "pictures" / f"{name}{suffix}.{kind}")
+            files = [folder / "pictures" / f"{name}{suffix}.{kind}" for kind in kinds]
+            style.save_all(draw(frame, measurement, theme), files)
     return pictures_of(suffix=f"{suffix}.{kinds[0]}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +136,8 @@ def rendered(figure: Figure, kind: Literal["png", "svg"]) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure: Figure, file: Path) -> None:
-    """Write the figure as the suffix of ``file`` says."""
-    write_bytes(file, rendered(figure, "svg" if file.suffix == ".svg" else "png"))
+def save_all(figure: Figure, files: Sequence[Path]) -> None:
+    """Write the figure as the suffixes of ``files`` say; it is laid out once, for the first."""
+    for file in files:
+        write_bytes(file, rendered(figure, "svg" if file.suffix == ".svg" else "png"))
+        figure.set_layout_engine("none")

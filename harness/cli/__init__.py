@@ -16,6 +16,7 @@ from harness.cli.compare import compare
 from harness.cli.doctor import doctor
 from harness.cli.imports import import_g4
 from harness.cli.measure import measure
+from harness.cli.tasks import import_lm_eval, tasks
 from harness.errors import HarnessError
 
 app = typer.Typer(
@@ -37,7 +38,9 @@ app.command()(compare)
 app.command()(card)
 app.command()(verify)
 app.command()(report)
+app.command()(tasks)
 app.command("import-g4")(import_g4)
+app.command("import-lm-eval")(import_lm_eval)
 
 
 #: The shell's code for Ctrl-C; typer turns KeyboardInterrupt into it.

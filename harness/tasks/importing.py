@@ -19,6 +19,7 @@ from harness.receipt import SideIdentity
 from harness.store import folder_lock
 from harness.tasks.items import item_rows, items_table, write_items
 from harness.tasks.pooling import Count
+from harness.tasks.prompts import prompts_digest
 from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, save_receipt
 from harness.tasks.results import group_result, leaf_result
 
@@ -123,6 +124,7 @@ def _leaf(
         version=str(document.get("versions", {}).get(task) or document.get("task_version", "")),
         num_fewshot=document.get("n-shot", {}).get(task),
         task_hash=(document.get("task_hashes") or {}).get(task, ""),
+        prompts_sha256=prompts_digest([(row["prompt_hash"], row["target_hash"]) for row in rows]) if rows else "",
         alias=str(stated.get("alias", task)),
     )
 
@@ -207,11 +209,11 @@ def _limit_of(documents: Sequence[tuple[Path, dict[str, Any]]], entry: str, foun
 
 def _unknown_model(name: str, config: Mapping[str, Any]) -> SideIdentity:
     """What a foreign results file says of a model: hardly more than the name that it was given."""
-    fields = ("version", "revision", "head_sha256", "tokenizer_sha256", "weights_dtype", "compute_dtype", "device")
-    return SideIdentity(
-        engine=str(config.get("model", UNKNOWN)),
-        model=name,
-        weights_sha256=UNKNOWN,
-        lane="served" if "completions" in str(config.get("model", "")) else "weights",
-        **{f: UNKNOWN for f in fields},
-    )
+    unknown = ("version", "revision", "weights_sha256", "head_sha256", "tokenizer_sha256", "device")
+    known = {
+        "engine": str(config.get("model", UNKNOWN)),
+        "model": name,
+        "lane": "served" if "completions" in str(config.get("model", "")) else "weights",
+    }
+    dtypes = {"weights_dtype": UNKNOWN, "compute_dtype": UNKNOWN}
+    return SideIdentity.model_validate(dict.fromkeys(unknown, UNKNOWN) | dtypes | known)

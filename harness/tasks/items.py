@@ -24,23 +24,23 @@ Outcome = Literal["right", "wrong", "unparsable", "truncated"]
 #: What lm-eval's regular-expression filters return where nothing matches.
 NOTHING_READ = ("[invalid]", "")
 
-SCHEMA = pa.schema(
-    [
-        ("task", pa.string()),
-        ("doc_id", pa.int32()),
-        ("filter", pa.string()),
-        ("doc_hash", pa.string()),
-        ("prompt_hash", pa.string()),
-        ("target_hash", pa.string()),
-        ("correct", pa.int8()),
-        ("outcome", pa.string()),
-        ("target", pa.int16()),
-        ("chosen", pa.int16()),
-        ("loglikelihoods", pa.list_(pa.float64())),
-        ("margin", pa.float64()),
-        ("answer_hash", pa.string()),
-    ]
-)
+_COLUMNS: dict[str, pa.DataType] = {
+    "task": pa.string(),
+    "doc_id": pa.int32(),
+    "filter": pa.string(),
+    "doc_hash": pa.string(),
+    "prompt_hash": pa.string(),
+    "target_hash": pa.string(),
+    "correct": pa.int8(),
+    "outcome": pa.string(),
+    "target": pa.int16(),
+    "chosen": pa.int16(),
+    "loglikelihoods": pa.list_(pa.float64()),
+    "margin": pa.float64(),
+    "answer_hash": pa.string(),
+    "truncated": pa.bool_(),
+}
+SCHEMA = pa.schema(_COLUMNS)
 
 #: Whether an answer was cut off at the token limit.
 Truncated = Callable[[str], bool]
@@ -82,7 +82,13 @@ def _choice(sample: Mapping[str, Any]) -> dict[str, Any]:
     margin = None
     if 0 <= target < len(values) > 1:
         margin = values[target] - max(v for i, v in enumerate(values) if i != target)
-    return {"target": target, "chosen": int(np.argmax(values)), "loglikelihoods": values, "margin": margin}
+    return {
+        "target": target,
+        "chosen": int(np.argmax(values)),
+        "loglikelihoods": values,
+        "margin": margin,
+        "truncated": None,
+    }
 
 
 def _target_index(sample: Mapping[str, Any]) -> int:
@@ -97,9 +103,10 @@ def _target_index(sample: Mapping[str, Any]) -> int:
 def _generated(sample: Mapping[str, Any], right: bool, truncated: Truncated | None) -> dict[str, Any]:
     """A generated answer: wrong, unreadable and cut off are kept apart (FAULTS B 44, B 46)."""
     text, read = _first(sample["resps"]), _first(sample["filtered_resps"])
+    cut = truncated(text) if truncated is not None else None
     outcome: Outcome = "right" if right else "wrong"
     if not right and read in NOTHING_READ:
-        outcome = "truncated" if truncated is not None and truncated(text) else "unparsable"
+        outcome = "truncated" if cut else "unparsable"
     answer = hashlib.sha256(read.encode()).hexdigest()
     return {
         "outcome": outcome,
@@ -108,6 +115,7 @@ def _generated(sample: Mapping[str, Any], right: bool, truncated: Truncated | No
         "loglikelihoods": None,
         "margin": None,
         "answer_hash": answer,
+        "truncated": cut,
     }
 
 

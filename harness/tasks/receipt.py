@@ -44,8 +44,8 @@ class TaskResult(Strict):
     """One task, or one group of tasks.
 
     ``value`` is the primary metric (micro average of a group), ``macro`` the mean over a group's tasks. ``stderr``
-    is pooled as lm-eval does. ``task_hash`` is lm-eval's digest of all its documents, prompts and targets;
-    ``config_sha256`` that of the task's own definition.
+    is pooled as lm-eval does. ``task_hash`` is lm-eval's digest of all its documents, prompts and targets,
+    ``prompts_sha256`` that of prompts and targets alone; ``config_sha256`` that of the task's own definition.
     """
 
     name: str
@@ -64,6 +64,7 @@ class TaskResult(Strict):
     num_fewshot: int | None = None
     config_sha256: str = ""
     task_hash: str = ""
+    prompts_sha256: str = ""
     data: str = ""
     extraction_failures: int | None = None
     truncations: int | None = None

@@ -29,7 +29,6 @@ def group_result(name: str, leaves: Sequence[TaskResult], *, alias: str = "", ve
     """A group's result, pooled over its leaves."""
     pooled = pool([Count(leaf.correct, leaf.n) for leaf in leaves])
     originals = [leaf.original for leaf in leaves if leaf.original is not None]
-    hashes = [leaf.task_hash for leaf in leaves]
     return TaskResult(
         name=name,
         alias=alias or name,
@@ -44,8 +43,9 @@ def group_result(name: str, leaves: Sequence[TaskResult], *, alias: str = "", ve
         macro=pooled.macro,
         version=version,
         num_fewshot=leaves[0].num_fewshot if len({leaf.num_fewshot for leaf in leaves}) == 1 else None,
-        config_sha256=json_digest(sorted(leaf.config_sha256 for leaf in leaves)) if leaves[0].config_sha256 else "",
-        task_hash=json_digest(hashes) if all(hashes) else "",
+        config_sha256=_joined([leaf.config_sha256 for leaf in leaves]),
+        task_hash=_joined([leaf.task_hash for leaf in leaves]),
+        prompts_sha256=_joined([leaf.prompts_sha256 for leaf in leaves]),
         data=leaves[0].data,
         extraction_failures=_total([leaf.extraction_failures for leaf in leaves]),
         truncations=_total([leaf.truncations for leaf in leaves]),
@@ -55,3 +55,8 @@ def group_result(name: str, leaves: Sequence[TaskResult], *, alias: str = "", ve
 def _total(values: Sequence[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
+
+
+def _joined(digests: Sequence[str]) -> str:
+    """Digest over the leaves' digests; empty where one has none."""
+    return json_digest(list(digests)) if all(digests) else ""

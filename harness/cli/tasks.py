@@ -1,0 +1,125 @@
+"""``fidelity tasks`` and ``fidelity import-lm-eval``: benchmarks through lm-eval, kept item by item without texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from harness.tasks.receipt import TaskReceipt
+
+
+def tasks(
+    candidate: Annotated[
+        str | None,
+        typer.Argument(help="EXL3 or plain folder, Hub id, or a teacher's .toml; with --base-url its checkpoint."),
+    ] = None,
+    suite: Annotated[str, typer.Option(help="Name of a suite in panels/suites, or a .toml file.")] = "quick",
+    data: Annotated[Path | None, typer.Option(help="Folder with mmlu/<subject>/... and gpqa_diamond.csv.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many documents of each task; the result says so.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the candidate on the Hub.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: under reports/.")] = None,
+    base_url: Annotated[str | None, typer.Option(help="Ask a server (vLLM, SGLang): http://host:port/v1.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="The server's name for the model, where it has several.")
+    ] = None,
+    num_concurrent: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 8,
+    compute_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    packed: Annotated[bool, typer.Option(help="Decode EXL3 weights at every use: less memory, slower.")] = False,
+    seal: Annotated[bool, typer.Option("--seal", help="Seal the suite instead: hash every prompt, no model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print tasks.json instead of a table.")] = False,
+) -> None:
+    """Run a suite of lm-eval tasks (MMLU, GPQA, ...) on a model."""
+    from harness.errors import UsageError
+
+    if seal:
+        _seal(suite, data)
+        return
+    if candidate is None:
+        raise UsageError("no candidate is named", "give a checkpoint folder or a Hub id (CANDIDATE=...)")
+    from harness.tasks.run import Request, run_suite
+
+    result = run_suite(
+        Request(
+            candidate=candidate,
+            suite=suite,
+            revision=revision,
+            data=data,
+            limit=limit,
+            out=out,
+            compute=compute_dtype,  # type: ignore[arg-type]
+            device=device,
+            packed=packed,
+            base_url=base_url,
+            served_model=served_model,
+            num_concurrent=num_concurrent,
+        )
+    )
+    if as_json:
+        typer.echo((result.folder / "tasks.json").read_text(encoding="utf-8"), nl=False)
+        return
+    _show(result.receipt)
+    typer.echo(
+        f"{'nothing has changed: the finished run is' if result.reused else 'receipt:'} {result.folder}/tasks.json"
+    )
+
+
+def import_lm_eval(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of one model: results_*.json.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    name: Annotated[str, typer.Option(help="What to call the model.")],
+    metric: Annotated[str, typer.Option(help="The accuracy to read.")] = "acc",
+) -> None:
+    """Read lm-eval results made elsewhere; samples beside them allow paired comparison."""
+    from harness.tasks.importing import import_results
+
+    _show(import_results(files, out, name, metric=metric))
+    typer.echo(f"receipt: {out}/tasks.json")
+
+
+def _seal(name: str, data: Path | None) -> None:
+    from harness.tasks.run import seal
+
+    path, lock = seal(name, data)
+    items = sum(task.n for task in lock.tasks.values())
+    typer.echo(f"sealed {lock.name}: {items:,} items of {len(lock.tasks)} tasks in {path}")
+    for entry in lock.unsealed:
+        typer.echo(f"not sealed: {entry}, its documents are not here")
+
+
+def _show(receipt: TaskReceipt) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(receipt))
+    for missing in receipt.missing:
+        console.print(f"[yellow]missing[/yellow]: {missing.task}: {missing.why}", highlight=False)
+    for text in receipt.deviations:
+        console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)
+    for text in receipt.notes:
+        console.print(f"note: {text}", highlight=False)
+
+
+def _table(receipt: TaskReceipt) -> Table:
+    from rich.table import Table
+
+    from harness.tasks.receipt import selection
+
+    table = Table(title=f"{receipt.name}, suite {receipt.suite.name}", title_justify="left")
+    table.add_column("task")
+    for name in ("items", "right", "accuracy", "macro"):
+        table.add_column(name, justify="right")
+    table.add_column("which items")
+    for result in receipt.results:
+        if result.kind == "group" or result.name in receipt.suite.entries:
+            macro = "" if result.macro is None else f"{result.macro:.4f}"
+            which = selection(receipt, result.name) if result.name in receipt.suite.entries else ""
+            table.add_row(result.name, f"{result.n:,}", f"{result.correct:,}", result.shown, macro, which)
+    return table

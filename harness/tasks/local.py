@@ -1,0 +1,177 @@
+"""Documents of MMLU and GPQA from files on this disk, in memory, in the columns of the Hub's data sets.
+
+Nothing is written: a gated set must not lie in a cache in the clear, and an in-memory set has no stale shuffle of its
+choices from another seed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.digest import file_digest, json_digest
+from harness.errors import EngineError, UsageError
+from harness.tasks.wheel import development_questions
+
+FORMATS = (".parquet", ".jsonl", ".json", ".csv")
+MMLU_COLUMNS = ("question", "subject", "choices", "answer")
+GPQA_COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+GPQA_HUB = "Idavidrein/gpqa"
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+
+def mmlu_root(folder: Path) -> Path | None:
+    """The folder that holds one folder a subject: ``folder`` itself, or ``mmlu`` in it."""
+    for root in (folder, folder / "mmlu"):
+        if any(_split_file(child, "test") for child in _folders(root)):
+            return root
+    return None
+
+
+def gpqa_file(folder: Path, config: str) -> Path | None:
+    """The file of one GPQA configuration, such as ``gpqa_diamond.csv``, in ``folder`` or ``folder/gpqa``."""
+    for root in (folder, folder / "gpqa"):
+        for suffix in FORMATS:
+            if (root / f"{config}{suffix}").is_file():
+                return root / f"{config}{suffix}"
+        if found := _split_file(root / config, "train"):
+            return found
+    return None
+
+
+def data_digest(files: Sequence[Path], root: Path) -> str:
+    """Digest over the contents of data files and their names below ``root``."""
+    return json_digest({file.relative_to(root).as_posix(): file_digest(file) for file in sorted(files)})
+
+
+def mmlu_files(root: Path) -> list[Path]:
+    """Every split file of every subject."""
+    found = [_split_file(child, split) for child in _folders(root) for split in ("test", "dev")]
+    return [file for file in found if file]
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(child for child in root.iterdir() if child.is_dir()) if root.is_dir() else []
+
+
+def _split_file(folder: Path, split: str) -> Path | None:
+    """``test-00000-of-00001.parquet`` as on the Hub, or ``test.jsonl`` and so on."""
+    if not folder.is_dir():
+        return None
+    for suffix in FORMATS:
+        for file in (folder / f"{split}{suffix}", *sorted(folder.glob(f"{split}-*-of-*{suffix}"))):
+            if file.is_file():
+                return file
+    return None
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a Parquet, JSON (lines or a list) or CSV file; errors never show its text."""
+    readers: dict[str, Callable[[Path], pd.DataFrame]] = {
+        ".parquet": pd.read_parquet,
+        ".jsonl": lambda f: pd.read_json(f, lines=True, dtype=False),
+        ".json": lambda f: pd.read_json(f, dtype=False),
+        ".csv": pd.read_csv,
+    }
+    try:
+        frame = readers[file.suffix](file)
+    except (ValueError, OSError) as error:
+        kind = type(error).__name__
+        raise UsageError(f"{file.parent.name}/{file.name} cannot be read ({kind})", "fetch the file again") from None
+    return [{str(k): _plain(v) for k, v in row.items()} for row in frame.to_dict("records")]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and np.isnan(value) else value
+
+
+def _require(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], where: str) -> None:
+    if not rows:
+        raise UsageError(f"{where} holds no rows", "fetch the file again")
+    missing = [column for column in columns if column not in rows[0]]
+    if missing:
+        raise UsageError(f"{where} lacks the column {missing[0]}", f"the columns are {', '.join(columns)}")
+
+
+def mmlu_rows(file: Path, subject: str) -> list[dict[str, Any]]:
+    """Rows in the Hub's columns and order, so that lm-eval's document hashes are the same."""
+    where = f"{subject}/{file.name}"
+    rows = read_rows(file)
+    _require(rows, ("question", "choices", "answer"), where)
+    made = [
+        {
+            "question": str(row["question"]),
+            "subject": str(row.get("subject", subject)),
+            "choices": [str(choice) for choice in row["choices"]],
+            "answer": row["answer"],
+        }
+        for row in rows
+    ]
+    for number, row in enumerate(made):
+        if len(row["choices"]) != 4 or row["answer"] not in (0, 1, 2, 3):
+            raise UsageError(f"{where}, row {number}: not four choices and an answer of 0 to 3", "correct that row")
+    return made
+
+
+def gpqa_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of GPQA, all columns as they are."""
+    rows = read_rows(file)
+    _require(rows, GPQA_COLUMNS, file.name)
+    return rows
+
+
+def hub_gpqa_rows(config: str) -> list[dict[str, Any]]:
+    """GPQA from the Hub through a folder that is gone when this returns."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            file = hf_hub_download(GPQA_HUB, f"{config}.csv", repo_type="dataset", cache_dir=folder)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+            raise EngineError(
+                f"{config} cannot be fetched from the Hub ({type(error).__name__})",
+                f"accept the terms of {GPQA_HUB} and run `hf auth login`, or give --data a folder with {config}.csv",
+            ) from error
+        return gpqa_rows(Path(file))
+
+
+# ---- what lm-eval calls ----------------------------------------------------------------------------------------------
+
+
+def load(*, kind: str, folder: str, config_source: str, **_metadata: Any) -> Any:
+    """lm-eval's ``custom_dataset``: the splits of the task whose definition lies at ``config_source``."""
+    task = Path(config_source).stem
+    if kind == "wheel":
+        return _splits({"test": development_questions()[task.removeprefix("mmlu_")], "dev": []})
+    if kind == "mmlu":
+        subject = task.removeprefix("mmlu_")
+        files = {split: _split_file(Path(folder) / subject, split) for split in ("test", "dev")}
+        if files["test"] is None:
+            raise UsageError(f"the data folder has no {subject}/test file", "MMLU needs all of its 57 subjects")
+        return _splits({split: mmlu_rows(file, subject) if file else [] for split, file in files.items()})
+    config = "_".join(task.split("_")[:2])
+    return _splits({"train": gpqa_rows(Path(folder)) if folder else hub_gpqa_rows(config)})
+
+
+def _splits(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
+    """An in-memory ``DatasetDict``; an empty split takes the columns of the others."""
+    from datasets import Dataset, DatasetDict
+
+    full = {name: Dataset.from_list(found) for name, found in rows.items() if found}
+    first = next(iter(full.values()))
+    return DatasetDict({name: full[name] if name in full else first.select([]) for name in rows})

@@ -1,0 +1,279 @@
+"""A model behind an OpenAI-compatible server, asked by lm-eval's own ``local-completions``, its arguments checked.
+
+Checked before anything is scored: that the address is one, that the server knows the model, that its context is long
+enough, that it echoes the tokens it is sent with a log-probability each, and that its tokenizer is the candidate's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from harness.errors import EngineError, UsageError
+from harness.receipt import Check
+from harness.tasks.prompts import Prompt
+
+#: Largest change of a repeated answer, in nats, that is still the same model.
+REPEAT_TOLERANCE = 0.5
+#: Share of echoed tokens whose text may differ from our tokenizer's (bytes of split characters).
+TEXT_TOLERANCE = 0.02
+_ADDRESS = "give the server's address as in --base-url http://localhost:8000/v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What a server says of itself. ``root`` ends with ``/v1``; it is in no receipt."""
+
+    root: str
+    model: str
+    context: int | None
+    software: str
+    version: str
+
+
+def connect(base_url: str, model: str | None, *, timeout: float = 30.0) -> Server:
+    """Find the API below ``base_url`` and the model in it.
+
+    Raises:
+        UsageError: nothing answers there, or it is no such API.
+        EngineError: the server does not know the model.
+    """
+    root, listed = _find_root(base_url, timeout)
+    names = [str(entry.get("id")) for entry in listed]
+    if model is None and len(names) != 1:
+        raise UsageError(f"the server has {len(names)} models: {', '.join(names)}", "choose one with --served-model")
+    if model is not None and model not in names:
+        raise EngineError(f"the server does not know {model}; it has {', '.join(names)}", "correct --served-model")
+    entry = next(e for e in listed if model is None or e.get("id") == model)
+    context = entry.get("max_model_len") or entry.get("context_length")
+    return Server(
+        root=root,
+        model=str(entry["id"]),
+        context=int(context) if context else None,
+        software=str(entry.get("owned_by") or "openai-compatible"),
+        version=_version(root, timeout),
+    )
+
+
+def _find_root(base_url: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:
+    given = base_url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+    if not given.startswith(("http://", "https://")):
+        raise UsageError(f"--base-url {base_url} is no http address", _ADDRESS)
+    said = ""
+    for root in dict.fromkeys((given, f"{given.removesuffix('/v1')}/v1")):
+        try:
+            response = httpx.get(f"{root}/models", headers=headers(), timeout=timeout)
+        except httpx.HTTPError as error:
+            raise UsageError(f"nothing answers at {base_url} ({type(error).__name__})", _ADDRESS) from error
+        listed = _models(response)
+        if listed:
+            return root, listed
+        said = f"HTTP {response.status_code}"
+    raise UsageError(f"{base_url} lists no models ({said}): it is no OpenAI-compatible server", _ADDRESS)
+
+
+def _models(response: httpx.Response) -> list[dict[str, Any]]:
+    content = _json(response)
+    listed = content.get("data") if isinstance(content, dict) else None
+    return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+
+
+def _version(root: str, timeout: float) -> str:
+    """What vLLM tells at /version; other servers tell nothing."""
+    try:
+        response = httpx.get(f"{root.removesuffix('/v1')}/version", headers=headers(), timeout=timeout)
+    except httpx.HTTPError:
+        return "unknown"
+    content = _json(response)
+    return str(content.get("version", "unknown")) if isinstance(content, dict) else "unknown"
+
+
+def headers() -> dict[str, str]:
+    """The header that lm-eval sends too."""
+    return {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"}
+
+
+def _json(response: httpx.Response) -> Any:
+    """The content of a good answer in JSON; None of any other."""
+    if response.status_code != 200:
+        return None
+    try:
+        return response.json()
+    except ValueError:
+        return None
+
+
+def _post(url: str, body: dict[str, Any], what: str) -> httpx.Response:
+    try:
+        return httpx.post(url, json=body, headers=headers(), timeout=300)
+    except httpx.HTTPError as error:
+        raise EngineError(f"the server did not answer {what} ({type(error).__name__})", "see its log") from error
+
+
+def open_served(server: Server, tokenizer_folder: str, tokenizer: Any, *, num_concurrent: int) -> Any:
+    """lm-eval's ``local-completions`` for this server, with token ids in and BOS as the tokenizer has it."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    return LocalCompletionsAPI(
+        base_url=f"{server.root}/completions",
+        model=server.model,
+        tokenizer=tokenizer_folder,
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
+        add_bos_token=adds_special_tokens(tokenizer),
+        num_concurrent=num_concurrent,
+        # Longer prompts were refused before; lm-eval would cut them.
+        max_length=server.context or 1_000_000_000,
+        batch_size=1,
+        max_retries=3,
+    )
+
+
+def adds_special_tokens(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts special tokens around a text by itself."""
+    return bool(tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids)
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What lm-eval's client raises when a server dies or answers nonsense."""
+    import aiohttp
+    import requests
+    import tenacity
+
+    network = (aiohttp.ClientError, requests.RequestException, tenacity.RetryError, TimeoutError, OSError)
+    return (*network, KeyError, TypeError, IndexError, AssertionError)
+
+
+@dataclass(slots=True)
+class ServedPreflight:
+    """Two documents, every request of theirs scored, else stop; ``checks`` go into the receipt."""
+
+    server: Server
+    lm: Any
+    tokenizer: Any
+    checks: list[Check] = field(default_factory=list)
+
+    def __call__(self, _requests: Sequence[Any], prompts: Sequence[Prompt]) -> None:
+        """Ask the first document and the longest one."""
+        chosen = two_documents(prompts)
+        values = [self._score(prompt) for prompt in chosen]
+        self._same_tokenizer(chosen[0])
+        if len(set(values)) == 1 and len(values) > 1:
+            raise EngineError(
+                f"every answer has the log-likelihood {values[0]:g}: the server does not score prompts",
+                "turn speculative decoding off, and check that prompt log-probabilities are supported",
+            )
+        change = abs(self._score(chosen[0]) - values[0])
+        if change > REPEAT_TOLERANCE:
+            raise EngineError(
+                f"the same request gave a log-likelihood that differs by {change:.3g} nats",
+                "turn prefix caching and speculative decoding off",
+            )
+        longest = max(prompt.tokens for prompt in chosen)
+        self.checks += [
+            Check(name="two documents", passed=True, figure=f"{len(chosen)} requests, up to {longest} tokens"),
+            Check(name="a repeated request", passed=True, figure=f"changes by {change:.3g} nats"),
+        ]
+
+    def _score(self, prompt: Prompt) -> float:
+        """One request as lm-eval sends it, its answer looked at token by token."""
+        ids = [*prompt.context_ids, *prompt.answer_ids]
+        payload = self.lm._create_payload([ids], generate=False, seed=self.lm._seed)
+        response = _post(f"{self.server.root}/completions", payload, f"a request of {len(ids)} tokens")
+        if response.status_code != 200:
+            raise EngineError(
+                f"the server refuses a request of {len(ids)} tokens (HTTP {response.status_code}): "
+                f"{_message(response, prompt)}",
+                "check its context length, its vocabulary and that it allows prompt log-probabilities",
+            )
+        choice = self._choice(response)
+        check_echo(choice, ids, self.tokenizer)
+        parsed = self.lm.parse_logprobs(response.json(), tokens=[ids], ctxlens=[len(prompt.context_ids)])
+        return float(parsed[0][0])
+
+    def _choice(self, response: httpx.Response) -> dict[str, Any]:
+        content = _json(response)
+        choices = content.get("choices") if isinstance(content, dict) else None
+        if not choices or not (choices[0].get("logprobs") or {}).get("token_logprobs"):
+            raise EngineError(
+                "the server's answer has no log-probabilities of the prompt",
+                "it must support echo with logprobs in /v1/completions (vLLM and SGLang do)",
+            )
+        found: dict[str, Any] = choices[0]
+        return found
+
+    def _same_tokenizer(self, prompt: Prompt) -> None:
+        """Where the server can tokenize (vLLM), its ids must be ours."""
+        body = {
+            "model": self.server.model,
+            "prompt": prompt.context.rstrip(),
+            "add_special_tokens": adds_special_tokens(self.tokenizer),
+        }
+        url = f"{self.server.root.removesuffix('/v1')}/tokenize"
+        content = _json(_post(url, body, "at /tokenize"))
+        tokens = content.get("tokens") if isinstance(content, dict) else None
+        if not isinstance(tokens, list):
+            self.checks.append(Check(name="tokenizer", passed=True, figure="echoed token texts are ours"))
+            return
+        if tokens != list(prompt.context_ids):
+            raise disagreement(f"{len(tokens)} tokens where the candidate's gives {len(prompt.context_ids)}")
+        self.checks.append(Check(name="tokenizer", passed=True, figure=f"the same {len(tokens)} ids at /tokenize"))
+
+
+def two_documents(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """All requests of the first document and of that with the longest prompt."""
+    contexts = [prompts[0].context, max(prompts, key=lambda p: p.tokens).context]
+    return [prompt for context in dict.fromkeys(contexts) for prompt in prompts if prompt.context == context]
+
+
+def disagreement(how: str) -> EngineError:
+    """The one line about tokenizers."""
+    return EngineError(
+        f"the server's tokenizer disagrees with the candidate's: {how}",
+        "name the checkpoint that is served as CANDIDATE, or serve it with its own tokenizer",
+    )
+
+
+def check_echo(choice: dict[str, Any], ids: Sequence[int], tokenizer: Any) -> None:
+    """Every token that was sent comes back with a log-probability, and is the token that our tokenizer means.
+
+    Raises:
+        EngineError: another number of tokens, a value that is no log-probability, or other tokens.
+    """
+    logprobs = choice["logprobs"]["token_logprobs"]
+    if len(logprobs) != len(ids) + 1:
+        raise EngineError(
+            f"{len(ids)} tokens were sent, {len(logprobs) - 1} came back: the server adds or drops tokens",
+            "turn off what it puts before a prompt (BOS, a chat template)",
+        )
+    known = [value for value in logprobs[1:-1] if value is not None]
+    if len(known) < len(ids) - 1 or any(not math.isfinite(v) or v > 1e-6 for v in known):
+        raise EngineError("the server's log-probabilities have gaps or are above 0", "see its log")
+    if len(ids) > 2 and all(value == 0 for value in known):
+        raise EngineError("every log-probability of the prompt is 0", "turn speculative decoding off")
+    _check_texts(choice["logprobs"].get("tokens") or [], ids, tokenizer)
+
+
+def _check_texts(tokens: Sequence[str], ids: Sequence[int], tokenizer: Any) -> None:
+    pairs = list(zip(tokens, ids, strict=False))
+    if pairs and all(str(token).startswith("token_id:") for token, _ in pairs):
+        differ = sum(int(token.removeprefix("token_id:")) != number for token, number in pairs)
+        compared = len(pairs)
+    else:
+        ours = [(token.strip(), tokenizer.decode([number]).strip()) for token, number in pairs]
+        plain = [(theirs, mine) for theirs, mine in ours if theirs.isascii() and mine.isascii()]
+        differ, compared = sum(theirs != mine for theirs, mine in plain), len(plain)
+    if compared and differ / compared > TEXT_TOLERANCE:
+        raise disagreement(f"{differ} of {compared} echoed tokens are others")
+
+
+def _message(response: httpx.Response, prompt: Prompt) -> str:
+    """The server's first words, unless they quote the question."""
+    text = " ".join(response.text.split())[:200]
+    quoted = any(prompt.context[at : at + 20] in text for at in range(max(1, len(prompt.context) - 19)))
+    return "(its message quotes the prompt)" if quoted and len(prompt.context) >= 20 else text

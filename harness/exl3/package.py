@@ -89,6 +89,7 @@ def _write_shards(dst: Path, modules: list[_Module]) -> dict[str, dict[str, torc
         tensors = _load(shard)
         with atomic_path(dst / name) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.chmod(0o644)  # the library makes files that only their owner can read
         for module in shard:
             storage.setdefault(module.name, {}).update({key: tensors[key].to("meta") for key in module.tensors})
         weight_map |= dict.fromkeys(tensors, name)

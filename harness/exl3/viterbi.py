@@ -355,19 +355,20 @@ def _trace_block(t, first, context, seam, weights, costs, states):  # type: igno
 def _search(t, weights_N256, states_N256, kept, between, metrics_S):  # type: ignore[no-untyped-def]
     stride = len(t.stride)
     for n in range(len(weights_N256)):
-        weights, states = weights_N256[n], states_N256[n]
-        kept[0] = 0
-        _forward(t, RING // 2, weights, 0, kept, between, metrics_S)
-        seam = np.int64(np.argmin(kept[RING // stride]))
-        for j in range(RING - stride, RING // 2 - 1, -stride):
-            seam = _trace_block(t, RING // 2 + j, seam, -1, weights, kept[j // stride], states)
-        kept[0] = _UNREACHED
-        kept[0, seam] = 0
-        # Costs grow freely until every context can be reached, so that none overtakes `_UNREACHED` before.
-        _forward(t, 0, weights, 16 // len(t.even), kept, between, metrics_S)
-        context = seam
-        for j in range(RING - stride, -1, -stride):
-            context = _trace_block(t, j, context, seam, weights, kept[j // stride], states)
+        seam = np.int64(-1)
+        for closing in range(2):
+            kept[0] = 0
+            first, last, unfloored = RING // 2, RING // 2, 0
+            if closing:
+                kept[0] = _UNREACHED
+                kept[0, seam] = 0
+                # Costs grow freely until every context can be reached, so that none overtakes `_UNREACHED` before.
+                first, last, unfloored = 0, 0, 16 // len(t.even)
+            _forward(t, first, weights_N256[n], unfloored, kept, between, metrics_S)
+            context = seam if closing else np.int64(np.argmin(kept[RING // stride]))
+            for j in range(RING - stride, last - 1, -stride):
+                context = _trace_block(t, first + j, context, seam, weights_N256[n], kept[j // stride], states_N256[n])
+            seam = context
 
 
 def search(weights_N256: np.ndarray, bits: float, codebook: Codebook) -> np.ndarray:

@@ -1,0 +1,6 @@
+"""The checks behind tests/test_fault_log.py: one function an entry of FAULTS.md, in a module a class of fault."""
+
+import pytest
+
+CLASSES = ("identity", "support", "numeric", "state", "aggregate", "storage", "stats", "report", "card")
+pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

@@ -1,0 +1,282 @@
+"""Caches, order, batches, engines, devices, noise: what must not move a number, or must be seen when it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from harness.compare import compare
+from harness.compare.report import markdown
+from harness.engines.hf import TransformersEngine
+from harness.engines.toy import ToyEngine
+from harness.environment import current_source_digest
+from harness.errors import CaptureError, IncomparableError, Refused, ScoreError
+from harness.measure import Candidate, Request, measurement_key
+from harness.preflight import check_engine, check_repeat
+from harness.rows import finished_rows, write_row
+from harness.scoring import score_logits, teacher_stats
+from harness.teacher import reproduce
+from harness.types import Hidden, Logits, Row, RowOutputs
+from tests.compare.fake_arms import World, side
+from tests.fault_cases import made
+from tests.fault_cases.entry import Fault
+from tests.fault_cases.identity import engine_of
+
+COUNTING = made.row([i % 16 for i in range(40)])
+
+
+def states(engine: TransformersEngine, rows: list[Row]) -> list[torch.Tensor]:
+    outputs = [out.outputs for out in engine.run(rows)]
+    assert all(isinstance(out, Hidden) for out in outputs)
+    return [out.states_TH for out in outputs if isinstance(out, Hidden)]
+
+
+def random_row(length: int, seed: int, start: np.ndarray | None = None) -> Row:
+    ids = np.random.default_rng(seed).integers(0, 256, length)
+    if start is not None:
+        ids[: len(start)] = start
+    return made.row(ids.tolist(), seed)
+
+
+class Changed(ToyEngine):
+    """The toy engine with its outputs changed on the way out; ``change`` also gets the number of the request."""
+
+    def __init__(self, change: object, **options: float) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._change = change
+
+    def run(self, rows, want="logits"):  # type: ignore[no-untyped-def]
+        for number, out in enumerate(super().run(rows, want)):
+            logits = self._change(out.outputs.logits_TV, number)  # type: ignore[operator]
+            yield replace(out, outputs=Logits(logits_TV=logits))
+
+
+def world_runs(folder: Path, noise: dict[str, float], world: World | None = None) -> list[Path]:
+    world = world or World(rows=20, length=40)
+    return [world.run(folder / n, n, world.columns(level, 2 + i)) for i, (n, level) in enumerate(noise.items())]
+
+
+def with_mean(columns: dict[str, np.ndarray], mean: float) -> dict[str, np.ndarray]:
+    """The same columns with KL scaled to a given mean."""
+    return columns | {"kl": columns["kl"] * (mean / columns["kl"].mean())}
+
+
+def prefix_cache(folder: Path, teacher_folder: Path) -> None:
+    """r0, r1 (64 tokens in common), r0 again: equal bits; an engine that remembers is found out."""
+    r0 = random_row(96, 1)
+    r1 = random_row(96, 2, r0.ids_T[:64])
+    first, _, again = states(engine_of(teacher_folder), [r0, r1, r0])
+    assert torch.equal(first, again)
+    honest = {check.name: check for check in check_engine(ToyEngine(), COUNTING)}
+    assert honest["the same row twice is bit-equal"].passed
+    remembering = Changed(lambda logits, number: logits + 0.01 * number * torch.arange(16))
+    found = {check.name: check for check in check_engine(remembering, COUNTING)}["the same row twice is bit-equal"]
+    assert not found.passed and found.figure == "max |difference| 0.15" and "not deterministic" in found.note
+
+
+def speculative(folder: Path) -> None:
+    """An engine whose log-probabilities are all 0.0."""
+    with pytest.raises(ScoreError, match="NLL = 0 on 100% of positions\n.*turn off speculative decoding"):
+        check_engine(ToyEngine(p=1.0), COUNTING)
+
+
+def off_by_one(folder: Path) -> None:
+    """P(next = current + 1) = 0.9: NLL 0.105 where aligned, above 2 where shifted, and shifted is refused."""
+    out = next(iter(ToyEngine().run([COUNTING]))).outputs
+    assert isinstance(out, Logits)
+    aligned = teacher_stats(out.logits_TV[:-1], COUNTING.ids_T[1:]).nll
+    assert aligned == pytest.approx([0.105361] * 39, abs=1e-6)
+    assert teacher_stats(out.logits_TV[1:], COUNTING.ids_T[1:]).nll.mean() > 2
+    for by in (-1, 1):
+        with pytest.raises(ScoreError, match="outputs are off by one: mean NLL shift -1"):
+            check_engine(Changed(lambda logits, _, by=by: logits.roll(by, dims=0)), COUNTING)
+    assert check_engine(ToyEngine(), COUNTING)
+
+
+def batch_composition(folder: Path, teacher_folder: Path) -> None:
+    """A row alone and among seven longer ones: largest difference 0; batch 1 and no cache stand in the identity."""
+    engine = engine_of(teacher_folder)
+    row, longer = random_row(40, 1), [random_row(60 + i, 2 + i) for i in range(7)]
+    (alone,), among = states(engine, [row]), states(engine, [*longer[:4], row, *longer[4:]])[4]
+    assert float((alone - among).abs().max()) == 0.0
+    assert engine.identity.settings["batch"] == 1 and engine.identity.settings["kv_cache"] is False
+    near = check_repeat(Hidden(states_TH=alone), Hidden(states_TH=alone + 0.5))
+    assert not near.passed and near.figure == "max |difference| 0.5"
+
+
+def engine_floor(folder: Path) -> None:
+    """A floor of 0.0115 and an 8-bit candidate of 0.0124: at the floor, printed, not ranked."""
+    world = World(rows=20, length=40)
+    b = with_mean(world.columns(0.3, 2), 0.0124)
+    more = 0.0016 + 0.0004 * np.random.default_rng(0).standard_normal(len(b["kl"]))
+    a = b | {"kl": b["kl"] + more}  # surely worse than B, by more than the margin
+    floor = world.run(folder / "floor", "teacher", with_mean(world.columns(0.3, 2), 0.0115))
+    found = compare([world.run(folder / "a", "A", a), world.run(folder / "b", "B", b)], floor=floor)
+    assert [arm.at_floor for arm in found.arms] == [True, True]
+    assert found.pairs[0].primary.verdict == "undecided" and "at the floor" in found.pairs[0].primary.reason
+    text = markdown(found)
+    assert "B is at the floor" in text and "teacher (floor)" in text and "0.01150" in text
+    bare = compare([folder / "a", folder / "b"])
+    assert bare.pairs[0].primary.verdict == "better" and "no floor was measured" in markdown(bare)
+
+
+def foreign_floor(folder: Path) -> None:
+    """Another lane's or panel's floor says nothing here."""
+    runs = world_runs(folder, {"A": 0.3, "B": 0.25})
+    world, other = World(rows=20, length=40), World(rows=20, length=40, panel_sha256="b" * 64)
+    served = world.run(folder / "served", "floor", world.columns(0.1, 4), lane="served")
+    with pytest.raises(IncomparableError, match="same lane: 'weights' and 'served'"):
+        compare(runs, floor=served)
+    with pytest.raises(IncomparableError, match="same panel: aaaaaaaaaaaaaaaa and bbbbbbbbbbbbbbbb"):
+        compare(runs, floor=other.run(folder / "other", "floor", other.columns(0.1, 4)))
+
+
+def launch_noise(folder: Path) -> None:
+    """One engine twice differs by 8.7e-4: a difference of 5e-4 is not claimed, one of 5e-3 is."""
+    world = World(rows=20, length=40)
+    base = with_mean(world.columns(0.3, 2), 0.05)
+    shifts = {"small": -5e-4, "large": -5e-3}
+    runs = {n: world.run(folder / n, n, base | {"kl": base["kl"] + d}) for n, d in shifts.items()}
+    a = world.run(folder / "a", "A", base)
+    floor = world.run(folder / "floor", "again", with_mean(world.columns(0.1, 5), 8.7e-4))
+    small, large = (compare([a, runs[n]], floor=floor).pairs[0].primary for n in shifts)
+    assert compare([a, runs["large"]], floor=floor).references[0].kl.estimate == pytest.approx(8.7e-4)
+    assert small.verdict in ("undecided", "equivalent") and large.verdict == "better"
+    assert compare([a, runs["small"]]).pairs[0].primary.difference.high < 0  # type: ignore[operator]
+
+
+def other_device(folder: Path) -> None:
+    """A100 against H200: said beside the difference, and part of the key."""
+    world = World(rows=20, length=40)
+    runs = [
+        world.run(folder / n, n, world.columns(0.3, 2), candidate=side("X", device=device))
+        for n, device in (("a", "NVIDIA A100"), ("b", "NVIDIA H200"))
+    ]
+    found = compare(runs)
+    assert "a and b ran with another device (NVIDIA A100 and NVIDIA H200): part of the difference" in found.warnings
+    row = made.row([1, 2])
+    stored = made.capture(folder / "c", [row], [made.logits((0.5, 0.2, 0.3), (0.5, 0.2, 0.3))], None)
+    keys = [key(stored, [row], device=device) for device in ("cpu", "cuda")]
+    assert keys[0] != keys[1]
+
+
+def key(
+    stored: object, rows: list[Row], *, weights: str = "w" * 64, device: str | None = None, **options: object
+) -> str:
+    """The key of a measurement of these rows."""
+    request = Request(candidate="x", panel=Path("p"), device=device, **options)  # type: ignore[arg-type]
+    candidate = Candidate(located=None, weights_sha256=weights, tokenizer_sha256="t")  # type: ignore[arg-type]
+    return measurement_key(request, made.panel(rows), rows, stored, candidate)  # type: ignore[arg-type]
+
+
+def arithmetic_lane(folder: Path) -> None:
+    """Every argmax equal and yet 0.05 nats off: both are told, and the tolerance stays."""
+    p = made.logits(*[(0.6, 0.3, 0.1)] * 9)
+    row = made.row([1] * 9)
+    stored = made.capture(folder, [row], [p], None)
+    low = 0.3 * np.exp(-0.05)
+    drifted = made.logits(*[(0.6 * (1 - low) / 0.7, low, 0.1 * (1 - low) / 0.7)] * 9)
+    engine = SimpleNamespace(
+        head=None,
+        run=lambda rows, want: [RowOutputs(index=0, echoed_ids_T=row.ids_T, outputs=Logits(logits_TV=drifted))],
+    )
+    with pytest.raises(CaptureError, match=r"top1_exact_all_rows, max \|change of NLL\| 0.05 nats"):
+        reproduce(stored, engine, made.panel([row]))  # type: ignore[arg-type]
+    same = SimpleNamespace(
+        head=None, run=lambda rows, want: [RowOutputs(index=0, echoed_ids_T=row.ids_T, outputs=Logits(logits_TV=p))]
+    )
+    found = reproduce(stored, same, made.panel([row]))  # type: ignore[arg-type]
+    assert found.top1_exact and found.max_nll_change < 1e-6 and found.positions == 8
+
+
+def mutable_code(folder: Path) -> None:
+    """Our own source is read again before the receipt is written."""
+    p = made.logits((0.5, 0.5), (0.5, 0.5))
+    with mock.patch("harness.result.current_source_digest", lambda: "another"):
+        with pytest.raises(Refused, match="own code was changed while it ran"):
+            made.receipt(folder / "a", [made.row([0, 1])], [p], [p])
+    assert not (folder / "a" / "run" / "measurement.json").exists()
+    assert (
+        made.receipt(folder / "b", [made.row([0, 1])], [p], [p]).environment["source_sha256"] == current_source_digest()
+    )
+
+
+def teacher_first(folder: Path) -> None:
+    """A stored teacher with one flipped argmax, or an NLL 1 % off, stops before the candidate."""
+    from harness.capture import CaptureWriter, open_capture
+
+    generator = torch.Generator().manual_seed(3)
+    through = made.head(torch.randn(40, 16, generator=generator))
+    row, inputs = made.row(list(range(30))), 0.3 * torch.randn(30, 16, generator=generator)
+    right = teacher_stats(inputs[:-1], row.ids_T[1:], through)
+    flipped = right.top1.copy()
+    flipped[11] = (flipped[11] + 1) % 40
+    for name, stored in (("flip", replace(right, top1=flipped)), ("nll", replace(right, nll=right.nll * 1.01))):
+        with CaptureWriter(
+            folder / name, made.identity(through.sha256), made.panel([row]), through, "hidden", "float32"
+        ) as writer:
+            writer.write_row(row, Hidden(states_TH=inputs), stored)
+            writer.finish()
+        engine = SimpleNamespace(
+            head=through,
+            run=lambda rows, want: [RowOutputs(index=0, echoed_ids_T=row.ids_T, outputs=Hidden(states_TH=inputs))],
+        )
+        with pytest.raises(CaptureError, match="top-1 differs" if name == "flip" else "the teacher does not reproduce"):
+            reproduce(open_capture(folder / name), engine, made.panel([row]))  # type: ignore[arg-type]
+
+
+def response_cache(folder: Path) -> None:
+    """A's rows in the same folder do not answer for B; everything that can move a number is in the key."""
+    p = made.logits(*[(0.5, 0.2, 0.3)] * 3)
+    row = made.row([1, 2, 0])
+    stored = made.capture(folder / "c", [row], [p], None)
+    base = key(stored, [row])
+    assert base == key(stored, [row])
+    others = [
+        key(stored, [row], weights="v" * 64),
+        key(stored, [made.row([1, 2, 1])]),
+        key(stored, [row], compute="bfloat16"),
+        key(stored, [row], packed=True),
+        key(made.capture(folder / "d", [row], [p.flip(1)], None), [row]),
+    ]
+    with mock.patch("harness.measure.environment", lambda: {"torch": "another"}):
+        others.append(key(stored, [row]))
+    with mock.patch("harness.measure.source_digest", lambda: "another"):
+        others.append(key(stored, [row]))
+    assert len({base, *others}) == 1 + len(others)
+    scores = score_logits(p[:2], p[:2], row.ids_T[1:])
+    write_row(folder / "rows", base, row, scores)
+    assert finished_rows(folder / "rows", base) == {0}
+    assert finished_rows(folder / "rows", others[0]) == set()
+
+
+ROWS = [
+    Fault(
+        id="A34-prefix-cache",
+        title="results that depend on what ran before",
+        check=prefix_cache,
+        needs=("teacher_folder",),
+    ),
+    Fault(id="A35-speculative", title="logprob 0.0 for every token", check=speculative),
+    Fault(id="A37-off-by-one", title="shifted log-probabilities", check=off_by_one),
+    Fault(
+        id="A40-batch-composition",
+        title="batch composition changes logits",
+        check=batch_composition,
+        needs=("teacher_folder",),
+    ),
+    Fault(id="A41-engine-floor", title="the engine's own floor is not zero", check=engine_floor),
+    Fault(id="A51-response-cache", title="a cache not keyed by the model", check=response_cache),
+    Fault(id="B20-foreign-floor", title="another lane's floor subtracted", check=foreign_floor),
+    Fault(id="B28-launch-noise", title="noise between launches of one engine", check=launch_noise),
+    Fault(id="B30-other-device", title="numbers differ between GPUs", check=other_device),
+    Fault(id="B33-arithmetic-lane", title="argmax parity and drift are two things", check=arithmetic_lane),
+    Fault(id="B38-mutable-code", title="code replaced while it runs", check=mutable_code),
+    Fault(id="B41-teacher-first", title="reproduce the teacher first", check=teacher_first),
+]

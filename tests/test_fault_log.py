@@ -1,0 +1,71 @@
+"""The fault log: every entry of FAULTS.md is one row here, named after it, or stands in `LATER` with the reason.
+
+The entries are faults that really happened to people who measure how far a quantised model is from its teacher.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fault_cases import aggregate, card, identity, numeric, report, state, stats, storage, support
+from tests.fault_cases.entry import Fault
+
+CLASSES = (identity, support, numeric, state, aggregate, storage, stats, report, card)
+ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
+
+SERVED = "served engines (issue 6)"
+TASKS = "task suites (issue 5)"
+#: Entries about code that does not exist yet, and what it is waiting for.
+LATER = {
+    "A4": f"{TASKS}: a template with a log-likelihood task",
+    "A16": f"{SERVED}: sentinels in a server's log-probabilities",
+    "A17": f"{SERVED}: more tokens asked for than the server gives",
+    "A18": f"{SERVED}: which entry is the target, and the first that is None",
+    "A20": f"{SERVED}: one token list for the whole request",
+    "A33": f"{SERVED}: a prefix cache that makes prompt log-probabilities crash",
+    "A36": f"{SERVED}: temperature that reaches the prompt's log-probabilities",
+    "A39": f"{SERVED}: memory of log-probabilities, and a server that dies",
+    "A59": f"{TASKS}: a limit is the first N of each subject",
+    "A61": f"{TASKS}: the error of a group",
+    "A62": f"{TASKS}: micro and macro averages",
+    "A68": f"{TASKS}: the share of answers that could not be extracted",
+    "A69": f"{TASKS}: two implementations of one benchmark",
+    "B32": f"{SERVED}: cached tokens",
+    "B35": f"{SERVED}: a server that died is not a model that failed",
+    "B36": f"{SERVED}: a shared server",
+    "B43": f"{TASKS}: a preflight of two documents",
+    "B44": f"{TASKS}: extraction and ability",
+    "B46": f"{TASKS}: wrong, unparsable and truncated are three",
+    "B49": f"{TASKS}: no question's text in what is published",
+    "B56": f"{TASKS}: pooling over subjects",
+}
+FAULTS = Path(__file__).parents[1] / "../shared/FAULTS.md"
+
+
+@pytest.mark.parametrize("fault", ROWS, ids=lambda fault: fault.id)
+def test_fault(fault: Fault, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    fault.check(tmp_path, *(request.getfixturevalue(name) for name in fault.needs))
+
+
+def entries() -> list[str]:
+    """The numbers of FAULTS.md with their list: ``**21.`` in list A, a line that begins with ``21. **`` in list B."""
+    if not FAULTS.is_file():
+        pytest.skip("FAULTS.md is not here")
+    first, second = FAULTS.read_text(encoding="utf-8").split("# List B")
+    a = re.findall(r"^\*\*(\d+)\.", first, flags=re.MULTILINE)
+    b = re.findall(r"^(\d+)\. \*\*", second, flags=re.MULTILINE)
+    return [f"A{number}" for number in a] + [f"B{number}" for number in b]
+
+
+def test_every_entry_is_a_row_or_waits() -> None:
+    known = entries()
+    assert len(known) == len(set(known)) > 90
+    assert sorted([*(row.key for row in ROWS), *LATER]) == sorted(known)
+
+
+def test_rows_are_named_after_their_entry() -> None:
+    assert len({row.id for row in ROWS}) == len({row.check for row in ROWS}) == len(ROWS)
+    assert all(re.fullmatch(r"[AB]\d+(-[a-z0-9]+)+", row.id) and row.title for row in ROWS)

@@ -28,6 +28,7 @@ def card(
     base_model: Annotated[str | None, typer.Option(help="Hub id of the teacher, where the receipts have none.")] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the quant itself.")] = None,
     panel: Annotated[Path | None, typer.Option(help="Panel folder, for its registration.")] = None,
+    tasks: Annotated[list[Path] | None, typer.Option(help="Folder of `fidelity tasks`; may be repeated.")] = None,
     floor: Annotated[Path | None, typer.Option(help="Run folder of the teacher against itself.")] = None,
     anchor: Annotated[list[Path] | None, typer.Option(help="Run folder of an anchor; may be repeated.")] = None,
     positions: Annotated[
@@ -43,12 +44,12 @@ def card(
     parts = collect(runs, panel=panel, floor=floor, anchors=anchor or [])
     options = Options(subject=subject, decimals=decimals, base_model=base_model, repo=repo, pictures=pictures)
     if check:
-        stale = check_card(parts, options, out)
+        stale = check_card(parts, options, out, tasks=tasks or [])
         for line in stale:
             typer.echo(line)
         typer.echo(f"{out.name}: stale, {len(stale)} lines differ" if stale else f"{out.name}: up to date")
         raise typer.Exit(1 if stale else 0)
-    made = write_card(parts, options, out, positions=positions)
+    made = write_card(parts, options, out, positions=positions, tasks=tasks or [])
     for warning in made.warnings:
         typer.echo(f"note: {warning}", err=True)
     typer.echo(f"wrote {out.name}/README.md")

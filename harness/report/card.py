@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
+
 from harness.compare import Comparison, compare, load_comparison
 from harness.compare.identity import require_comparable
 from harness.compare.load import Arm, load_arm
@@ -20,8 +22,9 @@ from harness.errors import IncomparableError, UsageError
 from harness.receipt import Measurement, SideIdentity, load_measurement
 from harness.report.basis import Basis, of_comparison, of_measurement
 from harness.report.card_tables import Quality, quality, single_quality, size_text
+from harness.report.card_tasks import TaskRun, TaskTable, hub_files, index_results, task_table
 from harness.report.caveats import cannot_tell, how_measured
-from harness.report.frontmatter import HUB_ID, PanelResult, our_keys, panel_results
+from harness.report.frontmatter import HUB_ID, PanelResult, our_keys, panel_results, task_results
 from harness.report.numbers import number, percent, with_interval
 from harness.report.plots import Picture
 from harness.report.render import render
@@ -68,10 +71,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A rendered card: the block between the markers and the front-matter keys."""
+    """A rendered card: the block between the markers, front-matter keys, and other files by name."""
 
     block: str
     keys: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -127,30 +131,44 @@ def _comparable(a: Arm, b: Arm) -> bool:
 
 
 def build_card(
-    parts: Sequence[Part], options: Options, *, pictures: Sequence[Picture], tasks: Sequence[Any] = ()
+    parts: Sequence[Part], options: Options, *, pictures: Sequence[Picture], tasks: Sequence[TaskRun] = ()
 ) -> Card:
     """Render the card of one subject."""
     home, subject = find_subject(parts, options.subject)
+    benchmarks = task_table(tasks, _arms(home), subject)
     ordered = [home, *(part for part in parts if part is not home)]
     sections = [_section(part, subject if part is home else part.names[-1], options) for part in ordered]
     side, basis = _side_of(home, subject), home.basis
     base_model = options.base_model or (basis.teacher.model if HUB_ID.fullmatch(basis.teacher.model) else None)
     block = render(
         "card.md.j2",
-        glance=_glance(home, subject, side, base_model, sections[0]["quality"]),
+        glance=_glance(home, subject, side, base_model, sections[0]["quality"], benchmarks),
         sections=sections,
         pictures=pictures,
-        tasks=tasks,
+        tasks=benchmarks,
     )
     name = options.model_name or _model_name(options.repo or side.model, subject)
     keys = our_keys(
         model_name=name,
         base_model=base_model,
-        results=panel_results(_panel_result(home, subject, side)),
+        results=[*panel_results(_panel_result(home, subject, side)), *_task_index(benchmarks)],
         tags=["exl3"] if "exl3" in (side.weights_dtype, side.engine) or "exl3" in side.model.lower() else [],
     )
     warnings = [] if base_model else [f"{basis.teacher.model} is no Hub id: base_model is left out (--base-model)"]
-    return Card(block=block, keys=keys, warnings=warnings)
+    files = hub_files(benchmarks, options.repo) if benchmarks else {}
+    return Card(block=block, keys=keys, files=files, warnings=warnings)
+
+
+def _arms(part: Part) -> list[tuple[str, str]]:
+    """Name and weights digest of every arm of a table."""
+    if part.comparison is not None:
+        return [(arm.name, arm.candidate.weights_sha256) for arm in part.comparison.arms]
+    m = part.measurement
+    return [(m.name, m.candidate.weights_sha256)] if m else []
+
+
+def _task_index(table: TaskTable | None) -> list[EvalResult]:
+    return task_results(index_results(table)) if table else []
 
 
 def _model_name(model: str, subject: str) -> str:
@@ -220,7 +238,12 @@ def _side_of(part: Part, subject: str) -> SideIdentity:
 
 
 def _glance(
-    part: Part, subject: str, side: SideIdentity, base_model: str | None, table: Quality
+    part: Part,
+    subject: str,
+    side: SideIdentity,
+    base_model: str | None,
+    table: Quality,
+    tasks: TaskTable | None,
 ) -> list[tuple[str, str]]:
     """The table At a glance."""
     basis = part.basis
@@ -241,6 +264,9 @@ def _glance(
             met = len(table.bars) - len(missed)
             text = f"{met} of {len(table.bars)} met" + (f"; not met: {', '.join(missed)}" if missed else "")
             lines.append(("Registered bars", text))
+    if tasks is not None:
+        shown = [f"{line.name}: {line.values[-1]}{f', {line.verdict}' * bool(line.verdict)}" for line in tasks.lines]
+        lines.append(("Task benchmarks", "; ".join(shown)))
     status = basis.registration.split(":")[0].split(" (")[0]
     lines.append(("Panel", f"{basis.panel.name}, {basis.rows_measured} rows, {basis.positions:,} positions; {status}"))
     return lines
@@ -292,6 +318,6 @@ def _panel_result(part: Part, subject: str, side: SideIdentity) -> PanelResult:
         panel_sha256=basis.panel.sha256,
         lane=basis.lane,
         estimator=basis.estimator,
-        values={kl_name: kl, "top1_agreement": agreement, "perplexity": ppl},
+        values={kl_name: kl, "top1_agreement": agreement, "perplexity_per_token": ppl},
         args=args,
     )

@@ -15,7 +15,10 @@ from harness.receipt import load_measurement
 from harness.report.card import FOLDER, Card, Options, Part, build_card, find_subject
 from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_pictures import draw_all, shown
+from harness.report.card_tasks import load_tasks
 from harness.store import atomic_path, folder_lock, write_json, write_text
+from harness.tasks.receipt import FILE as TASKS
+from harness.tasks.receipt import ITEMS, load_receipt
 
 README = "README.md"
 #: What `fidelity verify` needs to render the same card again, beside the receipts.
@@ -23,7 +26,7 @@ RECORD = f"{FOLDER}/card.json"
 
 
 def write_card(
-    parts: Sequence[Part], options: Options, folder: Path, *, positions: bool = False, tasks: Sequence[Any] = ()
+    parts: Sequence[Part], options: Options, folder: Path, *, positions: bool = False, tasks: Sequence[Path] = ()
 ) -> Card:
     """Write README.md, the pictures and copies of the receipts into ``folder``."""
     with folder_lock(folder):
@@ -34,11 +37,14 @@ def write_card(
         card = _card(parts, options, folder, tasks)
         readme = folder / README
         write_text(readme, merged_readme(_text(readme), card.block, card.keys))
-        write_json(folder / RECORD, options_record(options, subject, receipts))
+        for name, text in card.files.items():
+            write_text(folder / name, text)
+        task_folders = [_copy_tasks(run, folder / FOLDER) for run in tasks]
+        write_json(folder / RECORD, options_record(options, subject, receipts, task_folders))
     return card
 
 
-def check_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: Sequence[Any] = ()) -> list[str]:
+def check_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: Sequence[Path] = ()) -> list[str]:
     """What of the card in ``folder`` is stale; empty when it says what the receipts say."""
     readme = folder / README
     current = _text(readme)
@@ -47,15 +53,18 @@ def check_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: 
     card = _card(parts, options, folder, tasks)
     stale = stale_lines(current, merged_readme(current, card.block, card.keys))
     home, subject = find_subject(parts, options.subject)
+    for name, text in card.files.items():
+        stale += [f"{name}: {line}" for line in stale_lines(_text(folder / name), text)]
     pictures = [picture.file for picture in shown(home, subject, folder)] if options.pictures else []
     return [*stale, *(f"{file} is not there" for file in pictures if not (folder / file).is_file())]
 
 
-def options_record(options: Options, subject: str, receipts: Sequence[str]) -> dict[str, Any]:
+def options_record(options: Options, subject: str, receipts: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
     """The options and the receipts' folders, in order."""
     return {
         "format": "exl3-fidelity/card/1",
         "receipts": list(receipts),
+        "tasks": list(tasks),
         "subject": subject,
         "decimals": options.decimals,
         "base_model": options.base_model,
@@ -65,10 +74,10 @@ def options_record(options: Options, subject: str, receipts: Sequence[str]) -> d
     }
 
 
-def _card(parts: Sequence[Part], options: Options, folder: Path, tasks: Sequence[Any]) -> Card:
+def _card(parts: Sequence[Part], options: Options, folder: Path, tasks: Sequence[Path]) -> Card:
     home, subject = find_subject(parts, options.subject)
     pictures = shown(home, subject, folder) if options.pictures else []
-    return build_card(parts, options, pictures=pictures, tasks=tasks)
+    return build_card(parts, options, pictures=pictures, tasks=load_tasks(tasks))
 
 
 def _text(readme: Path) -> str | None:
@@ -81,14 +90,15 @@ def _text(readme: Path) -> str | None:
         raise UsageError(f"{readme.name} is not UTF-8: {error}", "save it as UTF-8") from error
 
 
-def read_record(folder: Path) -> tuple[list[Path], Options]:
-    """The receipts' folders and the options of a card that lies in ``folder``."""
+def read_record(folder: Path) -> tuple[list[Path], list[Path], Options]:
+    """Folders of the receipts, folders of the tasks, and the options of a card that lies in ``folder``."""
     file = folder / RECORD
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         names = ("subject", "decimals", "base_model", "repo", "model_name", "pictures")
         fields = {name: record[name] for name in names}
-        return [folder / FOLDER / name for name in record["receipts"]], Options(**fields)
+        receipts, tasks = ([folder / FOLDER / name for name in record[kind]] for kind in ("receipts", "tasks"))
+        return receipts, tasks, Options(**fields)
     except FileNotFoundError as error:
         raise UsageError(f"{folder.name} has no {RECORD}", "name a folder that `fidelity card` wrote") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -116,6 +126,19 @@ def _copy_run(run: Path, target: Path, positions: bool) -> str:
     measurement = load_measurement(run)
     folder = f"{slug(measurement.name)}-{measurement.key[:8]}"
     for name in ("measurement.json", *(["positions.parquet"] if positions else [])):
+        original, copy = source / name, target / folder / name
+        if original.is_file() and original.resolve() != copy.resolve():
+            with atomic_path(copy) as temporary:
+                shutil.copyfile(original, temporary)
+    return folder
+
+
+def _copy_tasks(run: Path, target: Path) -> str:
+    """Copies tasks.json and its items: hashes and numbers, no text of a question."""
+    source = run if run.is_dir() else run.parent
+    receipt = load_receipt(source)
+    folder = f"tasks-{slug(receipt.name)}-{receipt.key[:8]}"
+    for name in (TASKS, ITEMS):
         original, copy = source / name, target / folder / name
         if original.is_file() and original.resolve() != copy.resolve():
             with atomic_path(copy) as temporary:

@@ -54,7 +54,7 @@ METRIC_NAMES = {
     "kl_divergence": "KL(teacher||candidate), mean, nats",
     "kl_divergence_lower_bound": "KL(teacher||candidate), mean of a lower bound, nats",
     "top1_agreement": "top-1 agreement with the teacher",
-    "perplexity": "perplexity per token",
+    "perplexity_per_token": "perplexity per token",
 }
 
 

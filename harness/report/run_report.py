@@ -177,6 +177,7 @@ COUNT_NAMES = {
     "infinite_kl": "of these, infinite",
     "nonfinite_logits_teacher": "positions with non-finite teacher logits",
     "nonfinite_logits_candidate": "positions with non-finite candidate logits",
+    "infinite_nll": "positions with infinite NLL on either side",
     "negative_kl": "positions with KL below 0",
     "negative_kl_beyond_rounding": "of these, below what rounding explains",
     "zero_kl": "positions with KL exactly 0",

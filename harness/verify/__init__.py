@@ -14,12 +14,13 @@ from harness.verify.card import verify_card
 from harness.verify.comparison import verify_comparison
 from harness.verify.outcome import Finding, Outcome, as_json
 from harness.verify.run import verify_run
+from harness.verify.tasks import verify_tasks
 
-__all__ = ["Finding", "Outcome", "as_json", "verify", "verify_card", "verify_comparison", "verify_run"]
+__all__ = ["Finding", "Outcome", "as_json", "verify", "verify_card", "verify_comparison", "verify_run", "verify_tasks"]
 
 
 def verify(path: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
-    """Check a run folder, a comparison folder or a card's folder, whichever ``path`` is (or a file in it)."""
+    """Check a run, a comparison, a tasks folder or a card's folder, whichever ``path`` is (or a file in it)."""
     folder = path if path.is_dir() else path.parent
     if not path.exists():
         raise UsageError(f"{path.name} is not there", "name a run folder, a comparison folder or a card's folder")
@@ -27,4 +28,6 @@ def verify(path: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) 
         return verify_comparison(folder, runs=runs, panel=panel)
     if (folder / "measurement.json").is_file():
         return verify_run(folder, panel=panel)
+    if (folder / "tasks.json").is_file():
+        return verify_tasks(folder)
     return verify_card(folder, runs=runs, panel=panel)

@@ -10,13 +10,14 @@ from harness.report.card_write import check_card, read_record
 from harness.verify.comparison import verify_comparison
 from harness.verify.outcome import Finding, Outcome
 from harness.verify.run import verify_run
+from harness.verify.tasks import verify_tasks
 
 
 def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
     """Check README.md and everything behind it that lies in ``folder`` or is named in ``runs``."""
-    receipts, options = read_record(folder)
+    receipts, tasks, options = read_record(folder)
     outcome = Outcome(name=f"card {folder.resolve().name}")
-    stale = check_card(collect(receipts), options, folder)
+    stale = check_card(collect(receipts), options, folder, tasks=tasks)
     for line in stale:
         stated, found = (line[1:], "") if line.startswith("-") else ("", line[1:])
         outcome.findings.append(Finding(where="README.md", stated=stated or "nothing", found=found or "nothing"))
@@ -31,4 +32,6 @@ def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None =
             outcome.join(verify_run(receipt, panel=panel))
         else:
             outcome.unchecked.append(f"{receipt.name}: its positions.parquet is not here")
+    for folder_of_tasks in tasks:
+        outcome.join(verify_tasks(folder_of_tasks))
     return outcome

@@ -18,6 +18,7 @@ from harness.cli import app
 from harness.compare import compare, save_comparison
 from harness.errors import UsageError
 from harness.interop.g4 import import_files
+from harness.report import style
 from harness.report.card import Options, build_card, collect
 from harness.report.card_pictures import shown
 from harness.report.card_write import check_card, write_card
@@ -54,7 +55,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def card(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
-    write_card(collect(runs), Options(), folder, positions=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "DPI", 40)
+        write_card(collect(runs), Options(), folder, positions=True)
     return folder
 
 

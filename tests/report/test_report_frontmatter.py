@@ -33,7 +33,7 @@ def result(**changes: object) -> PanelResult:
         "panel_sha256": "12345678901234567890",
         "lane": "weights",
         "estimator": "exact",
-        "values": {"kl_divergence": 0.0446, "top1_agreement": 0.91, "perplexity": 4.25},
+        "values": {"kl_divergence": 0.0446, "top1_agreement": 0.91, "perplexity_per_token": 4.25},
         "args": {"positions": 65504, "lane": "weights"},
     }
     return PanelResult(**{**fields, **changes})  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ A block adds to
 
 and with ``x = (A + M) / S``:  KL(teacher||candidate) = A / S - (x - log1p x),  exactly, for any shifts. No term of A
 or B is negative and x is small, so a KL of 1e-9 keeps six digits where the difference of two log-probabilities keeps
-none. The subtraction ``c - t`` is compensated, so a large common offset costs nothing.
+none. Where c0 is not small the subtraction ``c - t`` is compensated, so a common offset costs no digits either.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def _polynomial(u: Vec, coefficients: tuple[float, ...]) -> Vec:
     return y
 
 
-def _pair_step(t: Vec, c: Vec, shifts: tuple[Vec, ...], held: list[Vec]) -> list[Vec]:
-    st, sc, sc_low, c0, c0_low = shifts
-    at, ac = t - st, (c - sc) - sc_low
+def _pair_step(t: Vec, c: Vec, shifts: tuple[Vec, ...], held: list[Vec], far: bool) -> list[Vec]:
+    st, sc, c0, c0_low = shifts
+    at, ac = t - st, c - sc
     p, q = simd.exp(at), simd.exp(ac)
-    d = _difference(t, c, c0, c0_low)
+    d = _difference(t, c, c0, c0_low) if far else (c - t) - c0
     u = d * d
     even, odd = _polynomial(u, EVEN), _polynomial(u, ODD)
     pd, qd, gap, small = p * d, q * d, q - p, u.below(1.0)
@@ -76,26 +76,33 @@ def _data(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value) -> ir
     return context.make_array(kind)(context, builder, array).data
 
 
-@intrinsic
-def pair_sums(typingctx, t, c, count, shifts, out):  # type: ignore[no-untyped-def]
-    """``out[:10]`` (float64) = the block's maxima and sums over ``t[:count]`` and ``c[:count]`` (fp32, contiguous).
+def _pair_sums(far: bool) -> Any:
+    def pair_sums(typingctx, t, c, count, shifts, out):  # type: ignore[no-untyped-def]
+        signature = types.void(t, c, types.intp, types.Tuple([types.float32] * 4), out)
 
-    ``shifts``: fp32 ``(st, sc, sc_low, c0, c0_low)``, the last four in two parts each. ``count`` is a positive
-    multiple of ``STRIDE``. An entry of NaN or infinity leaves a non-finite M.
-    """
-    signature = types.void(t, c, types.intp, types.Tuple([types.float32] * 5), out)
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            t_data, c_data, out_data = (_data(context, builder, sig.args[k], args[k]) for k in (0, 1, 4))
+            shifts = tuple(simd.splat(builder, builder.extract_value(args[3], k)) for k in range(4))
 
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        t_data, c_data, out_data = (_data(context, builder, sig.args[k], args[k]) for k in (0, 1, 4))
-        shifts = tuple(simd.splat(builder, builder.extract_value(args[3], k)) for k in range(5))
+            def step(place: ir.Value, held: list[Vec]) -> list[Vec]:
+                t, c = simd.load(builder, t_data, place), simd.load(builder, c_data, place)
+                return _pair_step(t, c, shifts, held, far)
 
-        def step(place: ir.Value, held: list[Vec]) -> list[Vec]:
-            return _pair_step(simd.load(builder, t_data, place), simd.load(builder, c_data, place), shifts, held)
+            simd.accumulate(builder, args[2], 2, 8, step, out_data, UNROLL)
+            return context.get_dummy_value()
 
-        simd.accumulate(builder, args[2], 2, 8, step, out_data, UNROLL)
-        return context.get_dummy_value()
+        return signature, codegen
 
-    return signature, codegen
+    return intrinsic(pair_sums)
+
+
+#: ``out[:10]`` (float64) = the block's maxima and sums over ``t[:count]`` and ``c[:count]`` (fp32, contiguous).
+#: ``shifts``: fp32 ``(st, sc, c0, c0_low)``, c0 in two parts. ``count`` is a positive multiple of ``STRIDE``.
+#: An entry of NaN or infinity leaves a non-finite M. `near_sums` is for a c0 of at most ``NEAR``, `far_sums` for any.
+near_sums = _pair_sums(far=False)
+far_sums = _pair_sums(far=True)
+#: From here on the rounding of ``c - t`` is felt in the smallest divergences.
+NEAR = 0.25
 
 
 @intrinsic

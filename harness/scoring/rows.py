@@ -84,10 +84,12 @@ def _lane_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, 
     """Add a block through the fp32 lanes; False, and nothing added, where it holds something special."""
     for _ in range(2):
         shift_t, c0 = shift(state[slot.TOP_T]), state[slot.C0]
-        shift_c = shift_t + c0
-        high, shift_high = np.float32(c0), np.float32(shift_c)
-        parts = (np.float32(shift_t), shift_high, np.float32(shift_c - shift_high), high, np.float32(c0 - high))
-        k.pair_sums(t, c, len(t), parts, sums)
+        high, shift_c = np.float32(c0), np.float32(shift_t + c0)
+        parts = (np.float32(shift_t), shift_c, high, np.float32(c0 - high))
+        if abs(c0) > k.NEAR:
+            k.far_sums(t, c, len(t), parts, sums)
+        else:
+            k.near_sums(t, c, len(t), parts, sums)
         top_t, top_c = max(sums[k.MAX_T], state[slot.TOP_T]), max(sums[k.MAX_C], state[slot.TOP_C])
         if top_t == math.inf or top_c == math.inf:
             return False
@@ -249,12 +251,11 @@ def _second_pass(
 ) -> tuple[float, int, int]:
     """Total variation, top-5 overlap and rank of one valid row that has all of its vocabulary at hand."""
     shift_t, shift_c = state[slot.TOP_T], state[slot.TOP_T] + state[slot.C0]
-    near = np.float64(np.float32(shift_c))
-    ratio, gap, sums = state[slot.SUM_S] / state[slot.SUM_Q] * math.exp(near - shift_c), 0.0, np.empty(1)
+    ratio, gap, sums = state[slot.SUM_S] / state[slot.SUM_Q], 0.0, np.empty(1)
     for low in range(0, len(t), BLOCK):
         high = min(low + BLOCK, len(t))
         a = _floats(t, low, high, brain[0], buffers[0])
-        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), shift_t, near, ratio, sums)
+        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), shift_t, shift_c, ratio, sums)
     ids_t = _top_ids(t, brain[0], tops[0], buffers[0])
     ids_c = _top_ids(c, brain[1], tops[1], buffers[0])
     overlap = 0

@@ -100,11 +100,15 @@ def load(builder: ir.IRBuilder, data: ir.Value, index: ir.Value) -> Vec:
 
 
 def exp(a: Vec) -> Vec:
-    """e**a for a <= 0 (relative error below 2e-7); 0 below -87, for -inf and for NaN; exp(0) is exactly 1."""
+    """e**a for a <= 0; 0 below -87, for -inf and for NaN; exp(0) is exactly 1.
+
+    The relative error is below 1.6e-7, and 1.4e-8 |a| for log2(e) being rounded: the same slight change of temperature
+    for whatever is compared.
+    """
     builder = a.builder
     rounded = a.fma(LOG2E, ROUNDER)
     whole = rounded - ROUNDER
-    rest = a.fma(LOG2E - float32(LOG2E), a.fma(LOG2E, -whole))
+    rest = a.fma(LOG2E, -whole)
     y = constant(builder, EXP2[0])
     for coefficient in EXP2[1:]:
         y = y.fma(rest, coefficient)

@@ -41,12 +41,14 @@ def shift(top: float) -> float:
 def centre(top_t: float, top_c: float, c0: float, mass: float, moment: float) -> float:
     """A better c0: the mean of c - t, given S and M of what is known with the old one.
 
-    It stays within ``REACH`` of the maxima's difference, so that neither exp leaves the range of fp32.
+    It stays within ``REACH`` of the maxima's difference, so that neither exp leaves the range of fp32, and makes
+    ``st + c0`` an fp32 number.
     """
     middle = shift(top_c) - shift(top_t)
     if not (mass > 0.0 and math.isfinite(moment / mass)):
         return middle
-    return min(max(c0 + moment / mass, middle - REACH), middle + REACH)
+    better = min(max(c0 + moment / mass, middle - REACH), middle + REACH)
+    return np.float64(np.float32(shift(top_t) + better)) - shift(top_t)
 
 
 @numba.njit(nogil=True)

@@ -66,6 +66,7 @@ class CaptureWriter:
         if lock:
             self._stack.enter_context(folder_lock(folder))
         try:
+            self._drop_half_files()
             self._rows = self._rows_there()
             if head is not None:
                 save_head(folder.parent, head)
@@ -130,6 +131,11 @@ class CaptureWriter:
 
     def _plan(self) -> dict[str, str | int]:
         return {"name": self.panel.name, "rows": len(self.panel.rows), "positions": self.panel.positions}
+
+    def _drop_half_files(self) -> None:
+        """What a killed run left beside a row it was writing; nobody else writes here."""
+        for path in self.folder.glob(".row-*.partial"):
+            path.unlink()
 
     def _rows_there(self) -> dict[int, str]:
         planned = {row.index: row for row in self.panel.rows}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from harness.capture import CaptureWriter, load_head, open_capture, save_head, verify_capture
+from harness.capture import CaptureWriter, check_lines, load_head, open_capture, save_head, verify_capture
 from harness.capture.heads import head_path
 from harness.capture.rowfile import page_offset, read_array
 from harness.errors import CaptureError, StorageError
@@ -182,6 +185,50 @@ def test_killed_mid_row_leaves_no_half_file(tiny: Tiny, tmp_path: Path, monkeypa
     capture = open_capture(tmp_path / "a")
     assert capture.label == "partial 1/4"
     assert torch.equal(capture.row(0).states_TH, tiny.states[0][:-1])
+
+
+WRITE_FOREVER = """
+import sys, torch
+from pathlib import Path
+from harness.capture import CaptureWriter
+from harness.types import Hidden
+from tests.capture.conftest import make_head, make_identity, make_panel
+from tests.capture.test_capture_store import KILL_ROWS, some_stats, wide_states
+panel, head = make_panel([257] * KILL_ROWS), make_head(width=1024)
+with CaptureWriter(Path(sys.argv[1]), make_identity(head.sha256), panel, head) as writer:
+    for index in writer.missing_rows():
+        writer.write_row(panel.rows[index], Hidden(states_TH=wide_states(index)), some_stats(256))
+    writer.finish()
+"""
+KILL_ROWS = 300
+
+
+def wide_states(index: int) -> torch.Tensor:
+    return torch.randn(257, 1024, generator=torch.Generator().manual_seed(index)).to(torch.bfloat16)
+
+
+def test_a_killed_run_leaves_whole_rows_and_goes_on(tmp_path: Path) -> None:
+    """FAULTS A 57: SIGKILL while rows are being written; every row file is whole, and the rest is added."""
+    folder = tmp_path / "a"
+    process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(folder)])
+    deadline = time.monotonic() + 600
+    while not list(folder.glob("row-0003.parquet")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    found = sorted(folder.glob("row-*.parquet"))
+    assert 4 <= len(found) < KILL_ROWS and not (folder / "manifest.json").exists()
+    capture = open_capture(folder)
+    for index in capture.rows:
+        assert torch.equal(capture.row(index).states_TH, wide_states(index)[:-1])
+    (folder / ".row-0299.parquet.1.partial").write_bytes(b"PAR1")
+    panel, head = make_panel([257] * KILL_ROWS), make_head(width=1024)
+    with CaptureWriter(folder, make_identity(head.sha256), panel, head) as writer:
+        assert writer.missing_rows() == list(range(len(found), KILL_ROWS))
+        next_row = writer.missing_rows()[0]
+        writer.write_row(panel.rows[next_row], Hidden(states_TH=wide_states(next_row)), some_stats(256))
+        assert writer.finish().rows_present == len(found) + 1
+    assert not list(folder.glob(".row-*.partial"))
 
 
 def test_a_manifest_that_claims_more_than_the_files_hold(tiny: Tiny, tmp_path: Path) -> None:
@@ -451,6 +498,8 @@ def test_verify_names_the_row_and_the_head_that_are_broken(tiny: Tiny, tmp_path:
     checks = {c.name: c for c in verify_capture(open_capture(tmp_path / "a"))}
     assert not checks["digests"].passed and f"delete {ROW}" in checks["digests"].note
     assert checks["digests"].figure == "3/4 row files" and checks["head"].passed
+    lines = check_lines(list(checks.values()))
+    assert "FAILED digests: 3/4 row files" in lines and any("delete row-0002.parquet" in line for line in lines)
     head_path(tmp_path, tiny.head.sha256).unlink()
     checks = {c.name: c for c in verify_capture(open_capture(tmp_path / "a"))}
     assert not checks["head"].passed and not checks["stored top-1"].passed

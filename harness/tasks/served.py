@@ -94,8 +94,9 @@ def _version(root: str, timeout: float) -> str:
 
 
 def headers() -> dict[str, str]:
-    """The header that lm-eval sends too."""
-    return {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"}
+    """The header that lm-eval sends too; none without a key, since an empty one is no legal header."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _json(response: httpx.Response) -> Any:

@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_cases import aggregate, card, identity, numeric, report, state, stats, storage, support
+from tests.fault_cases import aggregate, card, identity, numeric, report, state, stats, storage, support, tasks
 from tests.fault_cases.entry import Fault
 
-CLASSES = (identity, support, numeric, state, aggregate, storage, stats, report, card)
+CLASSES = (identity, support, numeric, state, aggregate, storage, stats, report, card, tasks)
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 
 SERVED = "served engines (issue 6)"
-TASKS = "task suites (issue 5)"
 #: Entries about code that does not exist yet, and what it is waiting for.
 LATER = {
-    "A4": f"{TASKS}: a template with a log-likelihood task",
     "A16": f"{SERVED}: sentinels in a server's log-probabilities",
     "A17": f"{SERVED}: more tokens asked for than the server gives",
     "A18": f"{SERVED}: which entry is the target, and the first that is None",
@@ -28,19 +26,9 @@ LATER = {
     "A33": f"{SERVED}: a prefix cache that makes prompt log-probabilities crash",
     "A36": f"{SERVED}: temperature that reaches the prompt's log-probabilities",
     "A39": f"{SERVED}: memory of log-probabilities, and a server that dies",
-    "A59": f"{TASKS}: a limit is the first N of each subject",
-    "A61": f"{TASKS}: the error of a group",
-    "A62": f"{TASKS}: micro and macro averages",
-    "A68": f"{TASKS}: the share of answers that could not be extracted",
-    "A69": f"{TASKS}: two implementations of one benchmark",
     "B32": f"{SERVED}: cached tokens",
     "B35": f"{SERVED}: a server that died is not a model that failed",
     "B36": f"{SERVED}: a shared server",
-    "B43": f"{TASKS}: a preflight of two documents",
-    "B44": f"{TASKS}: extraction and ability",
-    "B46": f"{TASKS}: wrong, unparsable and truncated are three",
-    "B49": f"{TASKS}: no question's text in what is published",
-    "B56": f"{TASKS}: pooling over subjects",
 }
 FAULTS = Path(__file__).parents[1] / "../shared/FAULTS.md"
 

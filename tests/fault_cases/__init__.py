@@ -2,5 +2,5 @@
 
 import pytest
 
-CLASSES = ("identity", "support", "numeric", "state", "aggregate", "storage", "stats", "report", "card")
+CLASSES = ("identity", "support", "numeric", "state", "aggregate", "storage", "stats", "report", "card", "tasks")
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

@@ -1,10 +1,14 @@
-"""One tiny model, opened once, and questions written here."""
+"""One tiny model, opened once, and the way to run a suite on it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder, locate
@@ -12,12 +16,27 @@ from harness.engines.open import digests_of, open_engine
 from tests.tiny import save_llama
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make small models slow on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def save_tiny(folder: Path, *, seed: int = 0, context: int = 2048) -> Path:
+    """The tiny Llama of tests/tiny.py with room for a question in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_llama(folder, seed=seed)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    """The tiny Llama of tests/tiny.py."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny"
-    save_llama(folder)
-    return locate(str(folder), None, cache=folder.parent)
+    return locate(str(save_tiny(tmp_path_factory.mktemp("tiny") / "tiny")), None, cache=Path("unused"))
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +51,15 @@ def tokenizer(tiny: ModelFolder) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny.folder)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No Hub, and a cache of its own, which a test may look into."""
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets-cache"))
+    return tmp_path / "datasets-cache"

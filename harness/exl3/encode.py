@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from harness.exl3.codebook import Codebook, marker_int32, table
-from harness.exl3.layout import RING, RING_COL, RING_ROW, TILE, WIDTHS, pack_states
+from harness.exl3.codebook import marker_int32
+from harness.exl3.layout import WIDTHS, pack_states
+from harness.exl3.ldlq import ldlq_states, rotated_hessian
 from harness.exl3.regularize import Regularized, best_rms, padded, random_signs, regularize
-from harness.exl3.viterbi import search
-
-#: Tiles that a thread takes at a time: about a tenth of a second of work.
-_CHUNK = 64
-
-#: Told the number of weights coded since the last call.
-Report = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """How a linear is coded: ``bits`` a weight (1..8; 1.5, 2.5, 3.5 with mul1) and the codebook."""
-
-    bits: float
-    codebook: Codebook
+from harness.exl3.tiles import Rate as Rate
+from harness.exl3.tiles import Report
+from harness.exl3.tiles import decoded as decoded
+from harness.exl3.tiles import search_matrix as search_matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +32,7 @@ def encode_linear(
     signs: SignNames,
     *,
     bias: np.ndarray | None = None,
+    hessian: np.ndarray | None = None,
     threads: int | None = None,
     report: Report = lambda weights: None,
 ) -> dict[str, np.ndarray]:
@@ -56,6 +44,7 @@ def encode_linear(
         rate: bits and codebook.
         signs: what the random signs follow from.
         bias: [out], stored as fp16 at the padded length.
+        hessian: mean of ``x x^T`` over calibration tokens, [in, in]; None rounds to the nearest path.
         threads: of the search; all cores where None.
         report: told of progress.
 
@@ -69,39 +58,12 @@ def encode_linear(
     pair = random_signs(rows, signs.seed, signs.input), random_signs(columns, signs.seed, signs.output)
     regular = regularize(name, full, pair, best_rms(rate.bits, rate.codebook))
     del full
-    states = search_matrix(regular.rotated, rate, threads=threads, report=report)
+    if hessian is None:
+        states = search_matrix(regular.rotated, rate, threads=threads, report=report)
+    else:
+        inner = rotated_hessian(hessian, regular.suh)
+        states = ldlq_states(regular.rotated, inner, rate, threads=threads, report=report)
     return _parts(states, regular, rate, bias)
-
-
-def search_matrix(
-    rotated: np.ndarray, rate: Rate, *, threads: int | None = None, report: Report = lambda weights: None
-) -> np.ndarray:
-    """States of every tile of a rotated matrix [in, out]: uint16 [in/16, out/16, 256]."""
-    down, across = (size // TILE for size in rotated.shape)
-    tiles = rotated.reshape(down, TILE, across, TILE).transpose(0, 2, 1, 3).reshape(-1, TILE, TILE)
-    states = np.empty((len(tiles), RING), np.uint16)
-
-    def work(start: int) -> int:
-        chunk = tiles[start : start + _CHUNK, RING_ROW, RING_COL]
-        states[start : start + _CHUNK] = search(chunk, rate.bits, rate.codebook)
-        return chunk.size
-
-    pool = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)))
-    try:
-        for weights in pool.map(work, range(0, len(tiles), _CHUNK)):
-            report(weights)
-    finally:
-        # On Ctrl-C only the chunks under way are finished.
-        pool.shutdown(cancel_futures=True)
-    return states.reshape(down, across, RING)
-
-
-def decoded(states: np.ndarray, codebook: Codebook) -> np.ndarray:
-    """The rotated matrix that states stand for: float32 [in, out]."""
-    down, across, _ = states.shape
-    tiles = np.empty((down, across, TILE, TILE), np.float32)
-    tiles[:, :, RING_ROW, RING_COL] = table(codebook)[states]
-    return tiles.transpose(0, 2, 1, 3).reshape(down * TILE, across * TILE)
 
 
 def _parts(states: np.ndarray, regular: Regularized, rate: Rate, bias: np.ndarray | None) -> dict[str, np.ndarray]:

@@ -20,9 +20,10 @@ from safetensors.numpy import save
 from harness.digest import json_digest, tensor_bytes
 from harness.errors import UsageError
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
-from harness.exl3.encode import Report, encode_linear
+from harness.exl3.encode import encode_linear
 from harness.exl3.package import MANIFEST, package
 from harness.exl3.quantize_plan import Job, Plan, QuantizeSettings, make_plan
+from harness.exl3.tiles import Report
 from harness.progress import phase
 from harness.store import folder_lock, require_space, write_bytes
 

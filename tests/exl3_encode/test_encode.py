@@ -8,8 +8,10 @@ import torch
 
 from harness.exl3.codebook import MARKERS, Codebook
 from harness.exl3.decode import decode_rotated, dense_weight
-from harness.exl3.encode import Rate, SignNames, decoded, encode_linear, search_matrix
+from harness.exl3.encode import SignNames, encode_linear
+from harness.exl3.layout import unpack_states
 from harness.exl3.tensors import Exl3Linear
+from harness.exl3.tiles import Rate, decoded, search_matrix
 
 SIGNS = SignNames(seed=0, input="in", output="out")
 
@@ -74,7 +76,5 @@ def test_states_and_decoded_matrix_match_the_reader() -> None:
     assert np.mean((near - rotated) ** 2) < 0.05
     parts = encode_linear("w", gaussian(256, 128), Rate(bits=3, codebook="mcg"), SIGNS)
     linear = Exl3Linear.from_tensors("w", parts)
-    from harness.exl3.layout import unpack_states
-
     ours = decoded(unpack_states(linear.trellis.numpy()), "mcg")
     assert torch.equal(torch.from_numpy(decode_rotated(linear).astype(np.float32)), torch.from_numpy(ours))

@@ -16,11 +16,11 @@ from harness.capture import Capture, open_capture
 from harness.digest import file_digest, json_digest
 from harness.engines.hf import Alter, ComputeDType
 from harness.engines.models import ModelFolder, locate
-from harness.engines.open import NO_TOKENIZER, digests_of, open_engine
+from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_engine
 from harness.environment import environment, source_digest
 from harness.errors import IncomparableError, Refused, UsageError
 from harness.panel import ensure_built
-from harness.preflight import check_echo, check_engine, check_support
+from harness.preflight import check_echo, check_probe, check_support, probe_of
 from harness.progress import phase
 from harness.receipt import Check, Measurement, Role, load_measurement
 from harness.result import build_measurement
@@ -48,6 +48,7 @@ class Request:
     compute: ComputeDType = "auto"
     device: str | None = None
     packed: bool = False
+    memory_budget: MemoryBudget = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,13 +174,14 @@ def _run(
         compute=request.compute,
         device=request.device,
         packed=request.packed,
+        memory_budget=request.memory_budget,
         vocab_size=capture.head.vocab_size if capture.head else None,
         alter=candidate.alter,
         weights_sha256=candidate.weights_sha256,
         tokenizer_sha256=candidate.tokenizer_sha256,
     )
-    checks = [*_preflight(engine, capture, rows), _reproduction_check(reproduction)]
-    tokens = _score_rows(folder / "rows", key, engine, capture, rows)
+    checks, tokens = _check_and_score(folder / "rows", key, engine, capture, rows)
+    checks.append(_reproduction_check(reproduction))
     table = join_rows(folder, panel, rows, key)
     measurement = build_measurement(
         folder,
@@ -212,17 +214,9 @@ def _captured(
     teacher: TeacherModel | Capture, panel: Panel, rows: Sequence[Row], request: Request
 ) -> tuple[Capture, Reproduction | None]:
     if isinstance(teacher, TeacherModel):
-        return ensure_capture(teacher, panel, rows, device=request.device)
+        return ensure_capture(teacher, panel, rows, device=request.device, memory_budget=request.memory_budget)
     teacher.require_panel(panel)
     return teacher, None
-
-
-def _preflight(engine: Engine, capture: Capture, rows: Sequence[Row]) -> list[Check]:
-    checks = check_engine(engine, rows[0])
-    if engine.head is not None and capture.head is not None:
-        columns = (len(capture.head.weight_VH), len(engine.head.weight_VH))
-        checks.append(check_support(*columns, capture.head.vocab_size, engine.head.vocab_size))
-    return checks
 
 
 def _reproduction_check(reproduction: Reproduction | None) -> Check:
@@ -232,16 +226,31 @@ def _reproduction_check(reproduction: Reproduction | None) -> Check:
     return Check(name=name, passed=reproduction.top1_exact, figure=reproduction.line())
 
 
-def _score_rows(folder: Path, key: str, engine: Engine, capture: Capture, rows: Sequence[Row]) -> int:
-    """Run and score what is not there yet; returns the tokens that were run."""
+def _check_and_score(
+    folder: Path, key: str, engine: Engine, capture: Capture, rows: Sequence[Row]
+) -> tuple[list[Check], int]:
+    """One pass of the engine: a probe twice, which must hold before anything is scored, then the missing rows.
+
+    Returns:
+        The checks, and how many tokens of the panel were run.
+    """
     present = finished_rows(folder, key)
     todo = [row for row in rows if row.index not in present]
-    tokens = 0
+    probe, tokens = probe_of(rows[0]), 0
     with phase("candidate", total=len(todo), unit="tokens") as advance:
-        for row, out in zip(todo, engine.run(todo, "hidden"), strict=True):
+        outputs = engine.run([probe, probe, *todo], "hidden")
+        checks = check_probe(engine, probe, next(outputs), next(outputs)) + _one_vocabulary(engine, capture)
+        for row, out in zip(todo, outputs, strict=True):
             check_echo(row, out)
             scores = score_row(capture, capture.row(row.index), out.outputs, engine.head, row)
             write_row(folder, key, row, scores)
             tokens += len(row.ids_T)
             advance(1, len(row.ids_T))
-    return tokens
+    return checks, tokens
+
+
+def _one_vocabulary(engine: Engine, capture: Capture) -> list[Check]:
+    ours, theirs = capture.head, engine.head
+    if ours is None or theirs is None:
+        return []
+    return [check_support(len(ours.weight_VH), len(theirs.weight_VH), ours.vocab_size, theirs.vocab_size)]

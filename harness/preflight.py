@@ -20,8 +20,17 @@ PROBE = 256
 
 def check_engine(engine: Engine, row: Row) -> list[Check]:
     """Run the beginning of a row twice and look at what comes back."""
-    probe = Row(index=row.index, ids_T=row.ids_T[:PROBE], document=row.document, domain=row.domain, sha256="")
-    first, again = engine.run([probe, probe], "hidden")
+    probe = probe_of(row)
+    return check_probe(engine, probe, *engine.run([probe, probe], "hidden"))
+
+
+def probe_of(row: Row) -> Row:
+    """The beginning of a row: enough tokens to see what an engine does wrong."""
+    return Row(index=row.index, ids_T=row.ids_T[:PROBE], document=row.document, domain=row.domain, sha256="")
+
+
+def check_probe(engine: Engine, probe: Row, first: RowOutputs, again: RowOutputs) -> list[Check]:
+    """Look at what an engine gave for the same probe twice, among other rows or alone."""
     check_echo(probe, first)
     ids = np.asarray(probe.ids_T)
     # Shift s asks whether the outputs at position t predict token t + 1 + s.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -21,6 +21,8 @@ from rich.progress import (
 from rich.text import Text
 
 console = Console(stderr=True)
+#: The display on the screen, if there is one: phases inside phases become further lines of it.
+_live: list[Progress] = []
 
 #: ``advance(items_done, units_done)`` of a phase.
 Advance = Callable[[int, float], None]
@@ -59,7 +61,11 @@ def phase(title: str, *, total: int, unit: str, item: str = "row") -> Iterator[A
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with ExitStack() as stack:
+        if not _live:
+            _live.append(stack.enter_context(Progress(*columns, console=console)))
+            stack.callback(_live.clear)
+        progress = _live[0]
         task = progress.add_task(title, total=total, unit=unit, item=item, units=0.0)
 
         def advance(items: int, units: float) -> None:

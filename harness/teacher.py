@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from harness.capture.manifest import Form
 from harness.digest import json_digest
 from harness.engines.hf import ComputeDType
 from harness.engines.models import DType, ModelFolder, locate
-from harness.engines.open import NO_TOKENIZER, digests_of, open_engine
+from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_engine
 from harness.errors import CaptureError, UsageError
 from harness.preflight import check_echo
 from harness.progress import phase
 from harness.score_row import one_sided, targets_of
 from harness.store import folder_lock
-from harness.types import Engine, Panel, Row
+from harness.types import Engine, Panel, Row, RowOutputs
 
 MODELS = Path("teachers/models")
 CAPTURES = Path("teachers/captures")
@@ -131,7 +131,13 @@ def find_teacher(spec: TeacherSpec, panel: Panel) -> TeacherModel:
 
 
 def ensure_capture(
-    teacher: TeacherModel, panel: Panel, rows: Sequence[Row], *, device: str | None = None, root: Path = CAPTURES
+    teacher: TeacherModel,
+    panel: Panel,
+    rows: Sequence[Row],
+    *,
+    device: str | None = None,
+    memory_budget: MemoryBudget = None,
+    root: Path = CAPTURES,
 ) -> tuple[Capture, Reproduction | None]:
     """The capture of ``rows``, made where it is missing; what was there is first reproduced on two rows.
 
@@ -140,50 +146,68 @@ def ensure_capture(
     """
     folder = teacher.folder(panel, root)
     with folder_lock(folder):
-        had = open_capture(folder) if (folder / "manifest.json").is_file() else None
+        had = open_capture(folder) if any(folder.glob("row-*.parquet")) else None
         engine = open_engine(
             teacher.located,
             compute=teacher.spec.compute_dtype,
             device=device,
+            memory_budget=memory_budget,
             vocab_size=teacher.spec.vocab_size,
             weights_sha256=teacher.weights_sha256,
             tokenizer_sha256=teacher.tokenizer_sha256,
         )
-        reproduction = reproduce(had, engine, panel) if had else None
-        capture_rows(folder, engine, panel, rows, teacher.spec)
+        form: Form = "logits" if engine.head is None else "hidden"
+        again = _ends(had, panel) if had else []
+        missing = [row for row in rows if had is None or row.index not in had.rows]
+        outputs = engine.run([*again, *missing], form)
+        reproduction = _compare(had, engine, again, outputs) if had else None
+        if missing:
+            _store(folder, engine, panel, missing, outputs, teacher.spec)
     return open_capture(folder), reproduction
 
 
-def capture_rows(folder: Path, engine: Engine, panel: Panel, rows: Sequence[Row], spec: TeacherSpec) -> None:
-    """Run the rows that the folder lacks and store each as it comes. The caller holds the folder's lock."""
+def _store(
+    folder: Path, engine: Engine, panel: Panel, rows: Sequence[Row], outputs: Iterator[RowOutputs], spec: TeacherSpec
+) -> None:
+    """Store each row as it comes. The caller holds the folder's lock."""
     form: Form = "logits" if engine.head is None else "hidden"
     dtype = engine.identity.compute_dtype if spec.capture_dtype == "as_computed" else spec.capture_dtype
-    with CaptureWriter(folder, engine.identity, panel, engine.head, form, dtype, lock=False) as writer:
-        missing = set(writer.missing_rows())
-        todo = [row for row in rows if row.index in missing]
-        with phase(f"teacher {spec.name}", total=len(todo), unit="tokens") as advance:
-            for row, out in zip(todo, engine.run(todo, form), strict=True):
-                check_echo(row, out)
-                stats = one_sided(out.outputs, engine.head, targets_of(row)) if form == "hidden" else None
-                writer.write_row(row, out.outputs, stats)
-                advance(1, len(row.ids_T))
+    with (
+        CaptureWriter(folder, engine.identity, panel, engine.head, form, dtype, lock=False) as writer,
+        phase(f"teacher {spec.name}", total=len(rows), unit="tokens") as advance,
+    ):
+        for row, out in zip(rows, outputs, strict=True):
+            check_echo(row, out)
+            stats = one_sided(out.outputs, engine.head, targets_of(row)) if form == "hidden" else None
+            writer.write_row(row, out.outputs, stats)
+            advance(1, len(row.ids_T))
         writer.finish()
 
 
 def reproduce(capture: Capture, engine: Engine, panel: Panel) -> Reproduction:
     """Run the first and the last captured row again: every top-1 must be equal, and the NLL nearly so."""
+    rows = _ends(capture, panel)
+    return _compare(capture, engine, rows, engine.run(rows, "hidden"))
+
+
+def _ends(capture: Capture, panel: Panel) -> list[Row]:
     present = sorted(capture.rows)
-    indices = tuple(sorted({present[0], present[-1]}))
-    rows = [panel.rows[index] for index in indices]
+    return [panel.rows[index] for index in sorted({present[0], present[-1]})]
+
+
+def _compare(capture: Capture, engine: Engine, rows: Sequence[Row], outputs: Iterator[RowOutputs]) -> Reproduction:
+    """Take the outputs of ``rows`` and hold them against what is stored, or refuse."""
+    capture.require_teacher(engine.identity)
     positions, exact, worst = 0, True, 0.0
     with phase("teacher again", total=len(rows), unit="tokens") as advance:
-        for row, out in zip(rows, engine.run(rows, "hidden"), strict=True):
-            stored = capture.row(row.index)
+        for row in rows:
+            stored, out = capture.row(row.index), next(outputs)
             again = one_sided(out.outputs, engine.head, targets_of(row))
             exact &= bool(np.array_equal(again.top1, stored.top1))
             worst = max(worst, float(np.max(np.abs(again.nll - stored.nll))))
             positions += len(stored.nll)
             advance(1, len(row.ids_T))
+    indices = tuple(row.index for row in rows)
     result = Reproduction(rows=indices, positions=positions, top1_exact=exact, max_nll_change=worst)
     if not exact or worst > NLL_TOLERANCE:
         raise CaptureError(

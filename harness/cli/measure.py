@@ -26,12 +26,16 @@ def measure(
     compute_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     packed: Annotated[bool, typer.Option(help="Decode EXL3 weights at every use: less memory, slower.")] = False,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Run layer by layer within this much memory: 4GiB, 500MB, auto.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the receipt instead of tables.")] = False,
     allow_nonfinite: Annotated[
         bool, typer.Option(help="Print the mean over finite positions, and their share.")
     ] = False,
 ) -> None:
     """Measure a quant against its teacher over a panel, exactly, over the full vocabulary."""
+    from harness.engines.open import memory_budget_of
     from harness.measure import Request
     from harness.measure import measure as run
 
@@ -50,6 +54,7 @@ def measure(
             compute=compute_dtype,  # type: ignore[arg-type]
             device=device,
             packed=packed,
+            memory_budget=memory_budget_of(memory_budget),
         )
     )
     show(result, as_json, allow_nonfinite)

@@ -17,8 +17,12 @@ def capture(
     panel: Annotated[Path, typer.Option(help="Panel folder.")] = Path("panels/example"),
     rows: Annotated[int | None, typer.Option(help="Only the first so many rows.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Run layer by layer within this much memory: 4GiB, 500MB, auto.")
+    ] = None,
 ) -> None:
     """Run the teacher over a panel and store what scoring needs; goes on where an earlier run stopped."""
+    from harness.engines.open import memory_budget_of
     from harness.errors import UsageError
     from harness.panel import ensure_built
     from harness.teacher import ensure_capture, find_teacher, load_teacher
@@ -28,7 +32,8 @@ def capture(
     if isinstance(spec, Path):
         raise UsageError(f"{spec.name} is a capture already", "use `fidelity teacher verify` on it")
     model = find_teacher(spec, sealed)
-    made, again = ensure_capture(model, sealed, sealed.rows[:rows], device=device)
+    budget = memory_budget_of(memory_budget)
+    made, again = ensure_capture(model, sealed, sealed.rows[:rows], device=device, memory_budget=budget)
     if again:
         print(f"the teacher reproduces its capture: {again.line()}")
     print(f"{model.folder(sealed)}: {len(made.rows)} of {len(sealed.rows)} rows, capture {made.sha256[:16]}")

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from typing import Literal
+
 from harness.engines.hf import Alter, ComputeDType, TransformersEngine
 from harness.engines.models import ModelFolder
+from harness.engines.streaming import StreamingEngine
+from harness.errors import UsageError
+
+#: Bytes for weights and activations of a run layer by layer; ``auto`` is what one layer needs; None runs it whole.
+MemoryBudget = int | Literal["auto"] | None
 
 #: What stands in a receipt for a model folder without tokenizer files: ids go in and out, so it can still run.
 NO_TOKENIZER = "absent"
@@ -25,6 +33,18 @@ def tokenizer_of(located: ModelFolder) -> str:
     return tokenizer_digest(located.folder) if has_tokenizer else NO_TOKENIZER
 
 
+def memory_budget_of(text: str | None) -> MemoryBudget:
+    """Read ``auto``, ``4GiB``, ``500MB`` or a number of bytes."""
+    if text is None or text == "auto":
+        return "auto" if text else None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise UsageError(f"--memory-budget {text} is no size", "write it as 4GiB, 500MB or auto")
+    number, prefix, binary = found.groups()
+    power = " KMGT".index((prefix or " ").upper())
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
 def open_engine(
     located: ModelFolder,
     *,
@@ -33,15 +53,29 @@ def open_engine(
     compute: ComputeDType = "auto",
     device: str | None = None,
     packed: bool = False,
+    memory_budget: MemoryBudget = None,
     vocab_size: int | None = None,
     alter: Alter | None = None,
-) -> TransformersEngine:
+) -> TransformersEngine | StreamingEngine:
     """A reference engine for a plain or EXL3 folder.
 
     Args:
         packed: decode EXL3 weights at every use.
+        memory_budget: run layer by layer within so many bytes, or within what one layer needs (``auto``).
         alter: changes the loaded model before it runs, as anchors and floors do.
     """
+    if memory_budget is not None:
+        if packed or alter is not None:
+            raise UsageError("--memory-budget decodes each layer once", "leave out --packed, and measure anchors whole")
+        return StreamingEngine(
+            located,
+            compute=compute,
+            device=device,
+            memory_budget=None if memory_budget == "auto" else memory_budget,
+            vocab_size=vocab_size,
+            weights_sha256=weights_sha256,
+            tokenizer_sha256=tokenizer_sha256,
+        )
     return TransformersEngine(
         located,
         compute=compute,

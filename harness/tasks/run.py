@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.digest import file_digest, json_digest
-from harness.engines.hf import ComputeDType, quiet_transformers
+from harness.engines.hf import ComputeDType, TransformersEngine, quiet_transformers
 from harness.engines.models import ModelFolder, locate
-from harness.engines.open import NO_TOKENIZER, digests_of, open_engine, tokenizer_of
+from harness.engines.open import NO_TOKENIZER, digests_of, tokenizer_of
 from harness.environment import environment, source_digest
 from harness.errors import EngineError, IncomparableError, Refused
 from harness.receipt import Check, SideIdentity
@@ -225,7 +225,7 @@ def _open(request: Request, subject: Subject, answers: Answers) -> tuple[AskingL
     tokenizer = AutoTokenizer.from_pretrained(subject.located.folder)
     if subject.server is not None:
         return _open_served(request, subject, subject.server, tokenizer, answers)
-    engine = open_engine(
+    engine = TransformersEngine(
         subject.located,
         compute=request.compute,
         device=request.device,

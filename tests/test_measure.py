@@ -78,6 +78,38 @@ def test_numbers_equal_plain_transformers(workplace, teacher_folder, candidate_f
     assert result.measurement.status == "complete" and result.measurement.positions == 4 * 95
 
 
+def make_dense(exl3: Path, source: Path, target: Path) -> None:
+    """The EXL3 folder's decoded weights as a plain float32 checkpoint: decoded here, one tensor after another."""
+    from safetensors.torch import save_file
+
+    from harness.exl3.checkpoint import open_checkpoint
+    from harness.exl3.decode import dense_weight
+
+    checkpoint = open_checkpoint(exl3)
+    tensors = {name: checkpoint.tensor(name).float() for name in checkpoint.plain}
+    tensors |= {f"{name}.weight": dense_weight(checkpoint.linear(name), torch.float32) for name in checkpoint.modules}
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"packed": True}, {"memory_budget": "auto"}], ids=["dense", "packed", "outer"]
+)
+def test_exl3_equals_its_dense_weights_in_plain_transformers(
+    workplace, teacher_folder, exl3_folder, panel_folder, options
+):
+    """An EXL3 candidate, decoded at load, at every use, or layer by layer: the numbers of its dense weights."""
+    make_dense(exl3_folder, teacher_folder, Path("dense"))
+    truth = plain_scores(teacher_folder, Path("dense"), panel_folder)
+    result = measure(request(exl3_folder, panel_folder, teacher_folder, **options))
+    table = pq.read_table(result.folder / "positions.parquet")
+    np.testing.assert_allclose(table["kl"].to_numpy(), truth["kl"], atol=2e-6)
+    found = result.measurement
+    assert found.summary["kl_mean"] == pytest.approx(truth["kl"].mean(), abs=1e-6)
+    assert found.summary["nll_candidate"] == pytest.approx(truth["nll_candidate"].mean(), abs=1e-6)
+    assert found.candidate.engine == "exl3" and truth["kl"].mean() > 1e-3
+
+
 def test_self_compare_is_exactly_zero(workplace, teacher_folder, panel_folder):
     """A model against its own capture: KL 0.0 and top-1 1.0 at every position, and the receipt asks why."""
     result = measure(request(teacher_folder, panel_folder, teacher_folder))

@@ -23,13 +23,19 @@ def quantize(
     ] = None,
     codebook: Annotated[str, typer.Option(help="mcg, mul1 or 3inst.")] = "mcg",
     seed: Annotated[int, typer.Option(help="Of the random signs; the same seed gives the same bytes.")] = 0,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text, or .npy token ids, for LDLQ instead of rounding to nearest.")
+    ] = None,
+    calibration_rows: Annotated[int, typer.Option(help="Rows of 512 tokens to calibrate on.")] = 32,
     threads: Annotated[int | None, typer.Option(help="All cores unless given; the result is the same.")] = None,
 ) -> None:
-    """Make a small EXL3 checkpoint for examples, tests and studies; not for production quants.
+    """Make an EXL3 checkpoint for examples, tests and studies; not for production quants.
 
-    Weights are rounded to the nearest path in rotated space with an exact search. The format's own converter also
-    uses calibration data, and its quants are better at the same rate.
+    Weights are rounded to the nearest path in rotated space, by exact search. --calibration adds LDLQ with Hessians
+    of the unquantised model, all layers measured at once (not experts in a stack). The format's own converter
+    measures each layer behind quantised ones and shares out bits; its quants are better at the same rate.
     """
+    from harness.exl3.calibrate import calibration_ids
     from harness.exl3.quantize import quantize_checkpoint
     from harness.exl3.quantize_plan import QuantizeSettings
 
@@ -42,7 +48,8 @@ def quantize(
         head_bits=head_bits if head_bits is not None else 6 if modules == "all" else 16,
         seed=seed,
     )
-    result = quantize_checkpoint(src, dst, settings, threads=threads)
+    ids = None if calibration is None else calibration_ids(calibration, src, rows=calibration_rows)
+    result = quantize_checkpoint(src, dst, settings, calibration_RT=ids, threads=threads)
     if result.was_complete:
         typer.echo(f"{result.folder.name} is complete already; nothing was done")
         return

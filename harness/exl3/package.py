@@ -54,7 +54,7 @@ def package(
     """Write shards, index, both configs and the tokenizer's files; the manifest last."""
     modules = list(_modules(source, plan, partial))
     storage = _write_shards(dst, modules)
-    about = _about(plan, settings)
+    about = _about(plan, settings, identity["calibration"])
     write_json(dst / "config.json", _config(source, plan, about))
     write_json(dst / "quantization_config.json", {**about, "tensor_storage": _tensor_storage(storage, plan, settings)})
     for path in sorted(source.shards[0].parent.iterdir()):
@@ -112,14 +112,14 @@ def _load(shard: list[_Module]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _about(plan: Plan, settings: QuantizeSettings) -> dict[str, Any]:
+def _about(plan: Plan, settings: QuantizeSettings, calibration: list[Any] | None) -> dict[str, Any]:
     """The ``quantization_config`` block; ``layer_bits`` names every coded layer when layers differ."""
     about: dict[str, Any] = {
         "quant_method": "exl3",
         "version": f"exl3-fidelity {harness.__version__}",
         "bits": round(plan.bits, 4),
         "head_bits": settings.head_bits,
-        "calibration": {"rows": 0, "cols": 0},
+        "calibration": dict(zip(("rows", "cols"), calibration or (0, 0), strict=False)),
         "out_scales": "always",
         "codebook": settings.codebook,
     }

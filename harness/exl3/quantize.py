@@ -1,33 +1,36 @@
 """A plain Hugging Face checkpoint made into a genuine EXL3 one: resumable, the same bytes every time.
 
-It is for examples, tests and studies. Rounding is to the nearest path in rotated space; without calibration data the
-result is worse than what the format's own converter makes at the same rate, so it is no production quant.
+It is for examples, tests and studies. Weights are rounded to the nearest path in rotated space or, with calibration
+ids, by a plain form of LDLQ; the format's own converter does more and makes better quants at the same rate.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from harness.digest import json_digest, tensor_bytes
+from harness.digest import ids_digest, json_digest, tensor_digest
 from harness.errors import UsageError
+from harness.exl3.calibrate import collect_hessians
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.encode import encode_linear
 from harness.exl3.package import MANIFEST, package
 from harness.exl3.quantize_plan import Job, Plan, QuantizeSettings, make_plan
-from harness.exl3.tiles import Report
 from harness.progress import phase
 from harness.store import folder_lock, require_space, write_bytes
 
 _PARTIAL = ".partial-"
+#: Goes up when the same settings begin to give other bytes, so that a resumed run never mixes the two.
+_ENCODER = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,12 @@ class QuantizeResult:
 
 
 def quantize_checkpoint(
-    src: Path, dst: Path, settings: QuantizeSettings, *, threads: int | None = None
+    src: Path,
+    dst: Path,
+    settings: QuantizeSettings,
+    *,
+    calibration_RT: np.ndarray | None = None,
+    threads: int | None = None,
 ) -> QuantizeResult:
     """Encode the linears of ``src`` that the settings choose, copy the rest, write a checkpoint to ``dst``.
 
@@ -54,6 +62,7 @@ def quantize_checkpoint(
         src: folder with config.json and safetensors in BF16, FP16 or FP32.
         dst: an empty or new folder, or one that the same call left unfinished.
         settings: what to quantise and how.
+        calibration_RT: token ids [rows, length] for LDLQ; None rounds to nearest.
         threads: of the search; all cores where None. The result does not depend on it.
 
     Raises:
@@ -63,51 +72,55 @@ def quantize_checkpoint(
     """
     source = open_checkpoint(src)
     plan = make_plan(source, settings)
-    identity = {"settings": settings.as_json(), "source": source.name, "headers": _headers_digest(source)}
+    identity = {
+        "encoder": _ENCODER,
+        "settings": settings.as_json(),
+        "source": source.name,
+        "headers": _headers_digest(source),
+        "calibration": None if calibration_RT is None else [*calibration_RT.shape, ids_digest(calibration_RT)],
+    }
     with folder_lock(dst):
         partial = dst / f"{_PARTIAL}{json_digest(identity)[:12]}"
         if _is_complete(dst, partial, identity):
             return _result(dst, plan, resumed=len(plan.jobs), was_complete=True)
         require_space(dst, _bytes_needed(source, plan), "the quantised checkpoint")
         partial.mkdir(exist_ok=True)
-        resumed = _encode_all(source, plan, partial, threads)
+        pending = [job for job in plan.jobs if not _is_finished(source, job, partial)]
+        hessians: dict[str, np.ndarray] = {}
+        if pending and calibration_RT is not None:
+            hessians = collect_hessians(src, calibration_RT, plan.jobs)
+        _encode_all(source, plan, pending, hessians, partial, threads)
         package(source, dst, plan, settings, partial, identity)
         shutil.rmtree(partial)
-    return _result(dst, plan, resumed=resumed)
+    return _result(dst, plan, resumed=len(plan.jobs) - len(pending))
 
 
-def _encode_all(source: Checkpoint, plan: Plan, partial: Path, threads: int | None) -> int:
-    """Encode what is missing; gives the number of linears that were there already."""
-    resumed = 0
-    total = sum(job.weights for job in plan.jobs)
-    with phase("quantise", total=total, unit="weights", item="weight") as advance:
-        for job in plan.jobs:
-            weight = read_weight(source, job)
-            digest = hashlib.sha256(tensor_bytes(weight)).hexdigest()
-            target = partial / f"{job.module}.safetensors"
-            if _is_finished(target, digest):
-                resumed += 1
-                advance(job.weights, 0)
-                continue
-            _encode(source, job, weight, digest, target, threads, lambda weights: advance(weights, weights))
-    return resumed
-
-
-def _encode(
+def _encode_all(
     source: Checkpoint,
-    job: Job,
-    weight: torch.Tensor,
-    digest: str,
-    target: Path,
+    plan: Plan,
+    pending: list[Job],
+    hessians: Mapping[str, np.ndarray],
+    partial: Path,
     threads: int | None,
-    report: Report,
 ) -> None:
-    bias = None if job.bias is None else source.tensor(job.bias)[job.start : job.stop].float().numpy()
-    parts = encode_linear(
-        job.module, weight.float().numpy(), job.rate, job.signs, bias=bias, threads=threads, report=report
-    )
-    named = {f"{job.module}.{suffix}": array for suffix, array in parts.items()}
-    write_bytes(target, save(named, metadata={"format": "pt", "source_sha256": digest}))
+    total, left = (sum(job.weights for job in jobs) for jobs in (plan.jobs, pending))
+    with phase("quantise", total=total, unit="weights", item="weight") as advance:
+        advance(total - left, 0)
+        for job in pending:
+            weight = read_weight(source, job)
+            parts = encode_linear(
+                job.module,
+                weight.float().numpy(),
+                job.rate,
+                job.signs,
+                bias=None if job.bias is None else source.tensor(job.bias)[job.start : job.stop].float().numpy(),
+                hessian=hessians.get(job.signs.input),
+                threads=threads,
+                report=lambda weights: advance(weights, weights),
+            )
+            named = {f"{job.module}.{suffix}": array for suffix, array in parts.items()}
+            metadata = {"format": "pt", "source_sha256": tensor_digest(weight)}
+            write_bytes(_finished(partial, job), save(named, metadata=metadata))
 
 
 def read_weight(source: Checkpoint, job: Job) -> torch.Tensor:
@@ -121,11 +134,17 @@ def read_weight(source: Checkpoint, job: Job) -> torch.Tensor:
     return part.reshape(job.stop - job.start, job.in_features).contiguous()
 
 
-def _is_finished(target: Path, digest: str) -> bool:
-    if not target.is_file():
+def _finished(partial: Path, job: Job) -> Path:
+    return partial / f"{job.module}.safetensors"
+
+
+def _is_finished(source: Checkpoint, job: Job, partial: Path) -> bool:
+    """Whether the job's linear is there, made from the weight that the source holds now."""
+    if not _finished(partial, job).is_file():
         return False
-    with safe_open(target, framework="np") as file:
-        return bool((file.metadata() or {}).get("source_sha256") == digest)
+    with safe_open(_finished(partial, job), framework="np") as file:
+        made_from = (file.metadata() or {}).get("source_sha256")
+    return bool(made_from == tensor_digest(read_weight(source, job)))
 
 
 def _is_complete(dst: Path, partial: Path, identity: dict[str, Any]) -> bool:

@@ -71,6 +71,7 @@ def build_receipt(
             sha256=run.suite.sha256,
             sealed=run.sealed,
             entries=[entry.name for entry in run.suite.tasks if entry.name in run.loaded.sources],
+            margins={entry.name: entry.margin for entry in run.suite.tasks},
         ),
         model=run.identity,
         limit={entry.name: run.limit or entry.limit for entry in run.suite.tasks},

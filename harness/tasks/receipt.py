@@ -25,12 +25,16 @@ class Strict(BaseModel):
 
 
 class SuiteIdentity(Strict):
-    """``sha256`` is the digest of the suite's meaning; ``sealed`` says whether every prompt was the sealed one."""
+    """``sha256`` is the digest of the suite's meaning; ``sealed`` says whether every prompt was the sealed one.
+
+    ``margins`` are the largest differences of accuracy that do not matter, by entry, as the suite fixes them.
+    """
 
     name: str
     sha256: str
     sealed: bool
     entries: list[str]
+    margins: dict[str, float] = Field(default_factory=dict)
 
 
 class Value(Strict):

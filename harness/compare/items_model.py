@@ -1,0 +1,143 @@
+"""task-comparison.json: two or more models on the same task items. The first arm is the baseline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.compare.model import BarOutcome, Figure
+from harness.errors import Refused
+from harness.store import write_json
+
+FILE = "task-comparison.json"
+Verdict = Literal["better", "worse", "equivalent", "within noise"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ItemArm(Strict):
+    """One model on one task or group: ``stderr`` is lm-eval's, ``low`` and ``high`` Wilson's interval."""
+
+    name: str
+    key: str
+    n: int
+    correct: int
+    accuracy: float
+    stderr: float | None
+    low: float
+    high: float
+    macro: float | None
+    which: str
+    extraction_failure_rate: float | None
+    truncation_rate: float | None
+
+    @property
+    def shown(self) -> str:
+        """``0.8342 ± 0.0105``."""
+        from harness.tasks.pooling import plus_minus
+
+        return plus_minus(self.accuracy, self.stderr)
+
+
+class TeacherAgreement(Strict):
+    """One arm against the teacher's own answers, item by item.
+
+    ``choice_kl`` is KL(teacher||candidate) over the choices of an item, mean in nats: it moves before an answer does.
+    """
+
+    arm: str
+    n: int
+    same_choice: int
+    low: float
+    high: float
+    right_to_wrong: int
+    wrong_to_right: int
+    wrong_to_another_wrong: int
+    choice_kl: Figure | None
+
+    @property
+    def share(self) -> float:
+        """Share of items with the teacher's choice."""
+        return self.same_choice / self.n
+
+
+class ItemPair(Strict):
+    """One candidate against the baseline. Without pairing only ``difference`` (Newcombe's, unpaired) is there.
+
+    ``lost`` are items that only the baseline answers right, ``won`` those that only the candidate does.
+    ``margin_change`` is the mean change of the right answer's log-likelihood over the best wrong one, in nats.
+    """
+
+    baseline: str
+    other: str
+    paired: bool
+    why_not: str
+    n: int
+    difference: Figure
+    bootstrap: Figure | None
+    by_subject: Figure | None
+    p: float | None
+    lost: int | None
+    won: int | None
+    same_choice: int | None
+    margin_change: Figure | None
+    margin_change_by_subject: Figure | None
+    p_margin_change: float | None
+    detectable: float | None
+    margin: float
+    verdict: Verdict
+    reason: str
+
+    @property
+    def flips(self) -> int | None:
+        """Items whose outcome changed, either way."""
+        return None if self.lost is None or self.won is None else self.lost + self.won
+
+
+class TaskComparison(Strict):
+    """One entry of a suite over all arms."""
+
+    task: str
+    metric: str
+    tasks: int
+    arms: list[ItemArm]
+    pairs: list[ItemPair]
+    teacher: list[TeacherAgreement] = Field(default_factory=list)
+
+
+class TaskComparisons(Strict):
+    format: Literal["exl3-fidelity/task-comparison/1"] = "exl3-fidelity/task-comparison/1"
+    suite: str
+    suite_sha256: str
+    primary: str
+    lane: Literal["weights", "served"]
+    arms: list[str]
+    keys: list[str]
+    teacher: str | None
+    teacher_key: str | None
+    tasks: list[TaskComparison]
+    bars: list[BarOutcome] = Field(default_factory=list)
+    deviations: list[str] = Field(default_factory=list)
+    warnings: list[str] = Field(default_factory=list)
+
+
+def save_task_comparisons(folder: Path, found: list[TaskComparisons]) -> None:
+    """Write task-comparison.json: one entry a suite."""
+    write_json(folder / FILE, [comparison.model_dump() for comparison in found])
+
+
+def load_task_comparisons(path: Path) -> list[TaskComparisons]:
+    """Read task-comparison.json from its folder or from the file itself."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        return [TaskComparisons.model_validate(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+    except FileNotFoundError as error:
+        raise Refused(f"{FILE} is not in {path.name}", "name a folder that `fidelity compare` wrote") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise Refused(f"{path.name}: {FILE} cannot be read: {first}", "compare again") from error

@@ -1,0 +1,133 @@
+"""Task runs that belong in one table, and their items side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from harness.errors import IncomparableError, UsageError
+from harness.tasks.items import read_items
+from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRun:
+    """One model's run; ``items`` is None where only counts were published."""
+
+    name: str
+    receipt: TaskReceipt
+    items: pd.DataFrame | None
+
+
+def load_task_run(path: Path) -> TaskRun:
+    """Read a folder that `fidelity tasks` or `fidelity import-lm-eval` wrote."""
+    folder = path if path.is_dir() else path.parent
+    receipt = load_receipt(folder)
+    table = read_items(folder, receipt)
+    return TaskRun(name=receipt.name, receipt=receipt, items=None if table is None else table.to_pandas())
+
+
+def load_task_runs(paths: Sequence[Path]) -> list[TaskRun]:
+    """Read several and give each a name of its own."""
+    if len(paths) < 2:
+        raise UsageError("a comparison needs two runs or more", "name at least two folders with tasks.json")
+    named: list[TaskRun] = []
+    for run in map(load_task_run, paths):
+        taken = {other.name for other in named}
+        name, number = run.name, 2
+        while name in taken:
+            name, number = f"{run.name} ({number})", number + 1
+        named.append(replace(run, name=name))
+    return named
+
+
+def require_comparable(runs: Sequence[TaskRun]) -> list[str]:
+    """Refuse runs that did not ask the same; the entries that all of them have.
+
+    Raises:
+        IncomparableError: another lm-eval, lane, task definition, number of shots or metric (FAULTS A 69).
+    """
+    first = runs[0].receipt
+    for run in runs[1:]:
+        _same("lm_eval version", runs[0].name, first.environment.get("lm_eval"), run, "lm_eval")
+        if run.receipt.lane != first.lane:
+            raise IncomparableError(
+                f"{runs[0].name} was asked in the {first.lane} lane, {run.name} in the {run.receipt.lane} lane",
+                "run both in the same way",
+            )
+    entries = [entry for entry in first.suite.entries if all(run.receipt.result(entry) for run in runs)]
+    if not entries:
+        raise IncomparableError(f"{runs[0].name} and {runs[1].name} have no task in common", "run the same suite")
+    for entry in entries:
+        for run in runs[1:]:
+            _same_task(entry, runs[0], run)
+    return entries
+
+
+def _same(what: str, name: str, value: object, run: TaskRun, key: str) -> None:
+    other = run.receipt.environment.get(key)
+    if value != other:
+        raise IncomparableError(f"{what}: {name} has {value}, {run.name} has {other}", "run both with the same one")
+
+
+def _same_task(entry: str, base: TaskRun, run: TaskRun) -> None:
+    pairs = zip(base.receipt.leaves(entry), run.receipt.leaves(entry), strict=False)
+    for ours, theirs in [*pairs, (_result(base, entry), _result(run, entry))]:
+        for field in ("name", "metric", "version", "num_fewshot", "config_sha256"):
+            a, b = getattr(ours, field), getattr(theirs, field)
+            # What a published file does not say cannot differ.
+            if a != b and a not in (None, "") and b not in (None, ""):
+                raise IncomparableError(
+                    f"{entry}: {field} of {ours.name} is {_short(a)} for {base.name}, {_short(b)} for {run.name}",
+                    "these are two benchmarks; run both with the same suite and lm-eval version",
+                )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
+
+
+def _result(run: TaskRun, entry: str) -> TaskResult:
+    found = run.receipt.result(entry)
+    if found is None:
+        raise ValueError(f"{run.name} has no {entry}")
+    return found
+
+
+def paired_items(a: TaskRun, b: TaskRun, entry: str) -> tuple[pd.DataFrame, pd.DataFrame] | str:
+    """Both sides' items of one entry in one order, or why they cannot be paired.
+
+    An item is its task, its prompt and its target by hash; lm-eval's document hash covers columns that no model sees.
+    """
+    for run in (a, b):
+        if run.items is None:
+            return f"{run.name} has published counts only"
+    ours, theirs = _keyed(a, entry), _keyed(b, entry)
+    only_a, only_b = len(ours.index.difference(theirs.index)), len(theirs.index.difference(ours.index))
+    if only_a or only_b:
+        return f"{only_a} items are only in {a.name}, {only_b} only in {b.name}"
+    order = ours.index.sort_values()
+    return ours.loc[order], theirs.loc[order]
+
+
+def _keyed(run: TaskRun, entry: str) -> pd.DataFrame:
+    assert run.items is not None
+    leaves = run.receipt.leaves(entry)
+    found = run.items[run.items.task.isin([leaf.name for leaf in leaves])]
+    metric = leaves[0].metric
+    found = found[found["filter"] == (metric.split(",", 1)[1] if "," in metric else "none")].copy()
+    key = ["task", "prompt_hash", "target_hash"]
+    # A question that a task asks twice is two items, in the order of documents.
+    found["again"] = found.sort_values("doc_id").groupby(key).cumcount()
+    return found.set_index([*key, "again"])
+
+
+def choices_of(items: pd.DataFrame) -> np.ndarray:
+    """What each item was answered with: the number of the choice, or the digest of a generated answer."""
+    chosen = items.chosen.astype(int).astype(str)
+    return np.where(items.chosen >= 0, chosen, items.answer_hash.fillna("none"))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from harness.compare import Comparison
+    from harness.compare.items_model import TaskComparisons
     from harness.compare.tables import Table
 
 
@@ -23,23 +24,52 @@ def compare(
     ] = None,
     floor: Annotated[Path | None, typer.Option(help="Run folder of the teacher against itself.")] = None,
     anchor: Annotated[list[Path] | None, typer.Option(help="Run folder of an anchor; may be repeated.")] = None,
+    teacher_tasks: Annotated[Path | None, typer.Option(help="Task runs alone: the teacher's own task run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print comparison.json instead of tables.")] = False,
 ) -> None:
-    """Compare measurements on one panel: paired differences, verdicts, and where the difference lies."""
+    """Compare measurements on one panel: paired differences, verdicts, and where the difference lies.
+
+    Task runs of the same weights beside the run folders are compared too; folders of task runs alone as well.
+    """
     from harness.compare import compare as run
+    from harness.compare.items_find import is_task_run, tasks_of_comparison
     from harness.compare.report import write
 
+    if all(is_task_run(folder) for folder in runs):
+        _compare_tasks(runs, teacher_tasks, out, as_json)
+        return
     found = run(runs, panel=panel, floor=floor, anchors=anchor or [])
     if tokenizer or panel:
         found = _decoded(found, tokenizer, panel)
     folder = out or Path("reports") / default_name(found)
-    report = write(folder, found)
+    tasks = tasks_of_comparison(found, runs)
+    report = write(folder, found, tasks)
     if as_json:
         typer.echo((folder / "comparison.json").read_text(), nl=False)
     else:
-        _show(found, report)
-    if any(bar.met is False for bar in found.bars):
+        _show(found, report, tasks)
+    if any(bar.met is False for bar in [*found.bars, *(bar for made in tasks for bar in made.bars)]):
         raise typer.Exit(1)
+
+
+def _compare_tasks(runs: list[Path], teacher: Path | None, out: Path | None, as_json: bool) -> None:
+    """Task runs alone: no panel, no KL."""
+    from harness.compare.items import compare_task_runs
+    from harness.compare.items_model import FILE, save_task_comparisons
+    from harness.compare.items_tables import markdown
+    from harness.interop.g4 import slug
+    from harness.store import write_text
+
+    found = compare_task_runs(runs, teacher=teacher)
+    names = [slug(name)[:40] for name in found.arms]
+    folder = out or Path("reports") / f"compare-tasks--{'--'.join(names[1:3])}--vs--{names[0]}"
+    write_text(folder / "report.md", markdown([found]))
+    save_task_comparisons(folder, [found])
+    if as_json:
+        typer.echo((folder / FILE).read_text(), nl=False)
+        return
+    _show_tasks([found])
+    typer.echo(f"report: {folder / 'report.md'}")
 
 
 def default_name(comparison: Comparison) -> str:
@@ -62,7 +92,25 @@ def _decoded(comparison: Comparison, spec: str | None, panel: Path | None) -> Co
     return with_texts(comparison, loaded)
 
 
-def _show(comparison: Comparison, report: Path) -> None:
+def _show_tasks(tasks: list[TaskComparisons]) -> None:
+    """Tables of every suite, then what must be read before the numbers."""
+    from rich.console import Console
+
+    from harness.compare import items_tables
+
+    console = Console()
+    for found in tasks:
+        for table in items_tables.tables(found):
+            console.print(_rich(table))
+        for text in items_tables.sentences(found):
+            console.print(f"[bold]{text}[/bold]", highlight=False)
+        for text in found.deviations:
+            console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)
+        for text in found.warnings:
+            console.print(f"note: {text}", highlight=False)
+
+
+def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) -> None:
     from rich.console import Console
 
     from harness.compare import tables
@@ -83,6 +131,7 @@ def _show(comparison: Comparison, report: Path) -> None:
         console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)
     for text in comparison.warnings:
         console.print(f"note: {text}", highlight=False)
+    _show_tasks(tasks)
     console.print(f"report: {report}", highlight=False)
 
 

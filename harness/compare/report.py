@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.compare import parts, tables
+from harness.compare import items_tables, parts, tables
+from harness.compare.items_model import TaskComparisons, save_task_comparisons
 from harness.compare.model import Comparison, Pair, save_comparison
 from harness.compare.tables import Table
 from harness.compare.words import headline
@@ -16,10 +17,12 @@ from harness.store import folder_lock, write_text
 FILE = "report.md"
 
 
-def write(folder: Path, comparison: Comparison) -> Path:
-    """Write report.md, then comparison.json; returns the report's path."""
+def write(folder: Path, comparison: Comparison, tasks: Sequence[TaskComparisons] = ()) -> Path:
+    """Write report.md, then comparison.json (and task-comparison.json); returns the report's path."""
     with folder_lock(folder):
-        write_text(folder / FILE, markdown(comparison))
+        write_text(folder / FILE, "\n".join(filter(None, [markdown(comparison), items_tables.markdown(tasks)])))
+        if tasks:
+            save_task_comparisons(folder, list(tasks))
         save_comparison(folder, comparison)
     return folder / FILE
 

@@ -38,18 +38,26 @@ def card(
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw pictures, or tables only.")] = True,
 ) -> None:
     """Write a model card from receipts: tables, pictures, front matter."""
-    from harness.report.card import Options, collect
+    from harness.report.card import Options
+    from harness.report.card_sources import collect
     from harness.report.card_write import check_card, write_card
 
     parts = collect(runs, panel=panel, floor=floor, anchors=anchor or [])
-    options = Options(subject=subject, decimals=decimals, base_model=base_model, repo=repo, pictures=pictures)
+    options = Options(
+        subject=subject,
+        decimals=decimals,
+        base_model=base_model,
+        repo=repo,
+        pictures=pictures,
+        positions=positions,
+    )
     if check:
         stale = check_card(parts, options, out, tasks=tasks or [])
         for line in stale:
             typer.echo(line)
         typer.echo(f"{out.name}: stale, {len(stale)} lines differ" if stale else f"{out.name}: up to date")
         raise typer.Exit(1 if stale else 0)
-    made = write_card(parts, options, out, positions=positions, tasks=tasks or [])
+    made = write_card(parts, options, out, tasks=tasks or [])
     for warning in made.warnings:
         typer.echo(f"note: {warning}", err=True)
     typer.echo(f"wrote {out.name}/README.md")

@@ -33,7 +33,13 @@ class Basis:
     captured_mass: float | None = None
 
 
-def of_measurement(m: Measurement, *, started: str | None = None, top_row: tuple[int, float] | None = None) -> Basis:
+def of_measurement(
+    m: Measurement,
+    *,
+    started: str | None = None,
+    top_row: tuple[int, float] | None = None,
+    floor: Measurement | None = None,
+) -> Basis:
     """The basis of one measurement; ``started`` is when it began, ``top_row`` the heaviest row and its share."""
     return Basis(
         panel=m.panel,
@@ -47,6 +53,7 @@ def of_measurement(m: Measurement, *, started: str | None = None, top_row: tuple
         candidates=[m.candidate],
         status=m.status,
         registration=_registration_of(m, started),
+        floor=f"{floor.name}, {_kl_text(floor)}" if floor else None,
         driven_by=_driven(m, top_row),
         failed_checks=_failed(m.preflight),
         captured_mass=m.summary.get("captured_teacher_mass_mean"),
@@ -76,6 +83,10 @@ def of_comparison(c: Comparison) -> Basis:
         driven_by=[f"{name}: row {s.row} carries {percent(s.share, 1)} of its summed KL" for name, s in heavy],
         captured_mass=min(masses) if masses else None,
     )
+
+
+def _kl_text(m: Measurement) -> str:
+    return f"{with_interval(m.summary['kl_mean'], m.intervals.get('kl_mean'))} nats"
 
 
 def _driven(m: Measurement, top_row: tuple[int, float] | None) -> list[str]:

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
 
-from harness.compare import Comparison, compare, load_comparison
-from harness.compare.identity import require_comparable
-from harness.compare.load import Arm, load_arm
-from harness.compare.model import FILE as COMPARISON_FILE
 from harness.compare.words import headline
-from harness.errors import IncomparableError, UsageError
-from harness.receipt import Measurement, SideIdentity, load_measurement
-from harness.report.basis import Basis, of_comparison, of_measurement
-from harness.report.card_tables import Quality, quality, single_quality, size_text
+from harness.errors import UsageError
+from harness.receipt import SideIdentity, load_measurement
+from harness.report.card_single import single_quality, size_text
+from harness.report.card_sources import Part
+from harness.report.card_tables import Quality, quality
 from harness.report.card_tasks import TaskRun, TaskTable, hub_files, index_results, task_table
 from harness.report.caveats import cannot_tell, how_measured
 from harness.report.frontmatter import HUB_ID, PanelResult, our_keys, panel_results, task_results
@@ -34,32 +30,8 @@ FOLDER = "fidelity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Receipts of one table: a comparison, or one measurement; ``runs`` are the run folders behind it."""
-
-    comparison: Comparison | None
-    measurement: Measurement | None
-    runs: tuple[Path, ...]
-
-    @property
-    def names(self) -> list[str]:
-        """The arms in order; the last is the subject unless another is asked for."""
-        if self.comparison is not None:
-            return [arm.name for arm in self.comparison.arms]
-        return [self.measurement.name] if self.measurement else []
-
-    @property
-    def basis(self) -> Basis:
-        """What the numbers rest on."""
-        if self.comparison is not None:
-            return of_comparison(self.comparison)
-        assert self.measurement is not None
-        return of_measurement(self.measurement)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the caller fixes: the subject, decimals of means, base model, the Hub id of this model, pictures or none."""
+    """What the caller fixes: the subject, decimals of means, Hub ids of the teacher and of this model, what to add."""
 
     subject: str | None = None
     decimals: int | None = None
@@ -67,6 +39,7 @@ class Options:
     repo: str | None = None
     model_name: str | None = None
     pictures: bool = True
+    positions: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,54 +50,6 @@ class Card:
     keys: dict[str, Any]
     files: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-
-
-# ---- receipts --------------------------------------------------------------------------------------------------------
-
-
-def collect(
-    paths: Sequence[Path], *, panel: Path | None = None, floor: Path | None = None, anchors: Sequence[Path] = ()
-) -> list[Part]:
-    """Read run folders and comparison folders, and put together what belongs in one table."""
-    if not paths:
-        raise UsageError("a card needs a receipt", "name run folders, or a folder that `fidelity compare` wrote")
-    parts = [
-        Part(comparison=load_comparison(path), measurement=None, runs=())
-        for path in paths
-        if (path / COMPARISON_FILE).is_file() or path.name == COMPARISON_FILE
-    ]
-    runs = [path for path in paths if not ((path / COMPARISON_FILE).is_file() or path.name == COMPARISON_FILE)]
-    for group in group_runs(runs):
-        if len(group) == 1 and not floor and not anchors:
-            parts.append(Part(comparison=None, measurement=load_measurement(group[0]), runs=(group[0],)))
-        elif len(group) == 1:
-            raise UsageError("a floor or an anchor needs two runs to stand beside", "name the baseline's run too")
-        else:
-            made = compare(group, panel=panel, floor=floor, anchors=anchors)
-            parts.append(Part(comparison=made, measurement=None, runs=tuple(group)))
-    return parts
-
-
-def group_runs(paths: Sequence[Path]) -> list[list[Path]]:
-    """Runs that may stand in one table, in the order in which they were named (FAULTS A 58, B 9, B 10)."""
-    groups: list[tuple[Arm, list[Path]]] = []
-    for path in paths:
-        arm = load_arm(path)
-        for first, members in groups:
-            if _comparable(first, arm):
-                members.append(path)
-                break
-        else:
-            groups.append((arm, [path]))
-    return [members for _, members in groups]
-
-
-def _comparable(a: Arm, b: Arm) -> bool:
-    try:
-        require_comparable([a, b])
-    except IncomparableError:
-        return False
-    return True
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
@@ -202,7 +127,7 @@ def _require_whole(part: Part, name: str) -> None:
 
 def _section(part: Part, subject: str, options: Options) -> dict[str, Any]:
     c, m = part.comparison, part.measurement
-    table = quality(c, subject, decimals=options.decimals) if c else _single_table(m, options)
+    table = quality(c, subject, decimals=options.decimals) if c else _single_table(part, options)
     basis = part.basis
     lane = f"{basis.lane} lane, {basis.estimator.replace('_', ' ')}"
     return {
@@ -216,9 +141,11 @@ def _section(part: Part, subject: str, options: Options) -> dict[str, Any]:
     }
 
 
-def _single_table(m: Measurement | None, options: Options) -> Quality:
-    assert m is not None
-    return single_quality(m, decimals=options.decimals)
+def _single_table(part: Part, options: Options) -> Quality:
+    assert part.measurement is not None
+    beside = [("floor", load_measurement(part.floor))] if part.floor else []
+    beside += [("anchor", load_measurement(path)) for path in part.anchors]
+    return single_quality(part.measurement, decimals=options.decimals, beside=beside)
 
 
 def _receipt_lines(part: Part) -> list[tuple[str, str, str]]:

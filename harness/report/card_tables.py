@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair
-from harness.receipt import Measurement
-from harness.report.numbers import bracket, count, number, percent, signed, size, supported_decimals, with_interval
+from harness.report.numbers import bracket, count, number, percent, signed, supported_decimals, with_interval
 
 #: A quantile that its receipt withholds is not printed (FAULTS B 25).
 WITHHELD = "withheld"
@@ -248,8 +247,12 @@ def _band(c: Comparison, pair: Pair) -> list[str]:
 
 def _margins(pair: Pair) -> str:
     """The largest differences that do not matter, and where they come from."""
-    margins = [f"{LABELS.get(d.metric, d.metric)} {d.margin_source}" for d in pair.differences if d.margin is not None]
-    return f"Verdicts weigh the paired interval against a margin ({'; '.join(margins)})."
+    by_source: dict[str, list[str]] = {}
+    for d in pair.differences:
+        if d.margin is not None:
+            by_source.setdefault(d.margin_source, []).append(LABELS.get(d.metric, d.metric))
+    margins = [f"{source} for {', '.join(names)}" for source, names in by_source.items()]
+    return f"Verdicts weigh the paired interval against a margin: {'; '.join(margins)}."
 
 
 def reference_rows(c: Comparison, decimals: int | None = None) -> list[Row]:
@@ -275,49 +278,3 @@ def bar_rows(c: Comparison, subject: str) -> list[Row]:
         for bar in c.bars
         if bar.arm == subject
     ]
-
-
-# ---- one measurement alone -------------------------------------------------------------------------------------------
-
-
-def single_quality(m: Measurement, *, decimals: int | None = None) -> Quality:
-    """The quality table of one measurement: values and intervals, nothing to compare with."""
-    s, bound = m.summary, " (lower bound)" if m.estimator == "lower_bound" else ""
-    rows = [
-        _single(m, "top-1 agreement", "top1_agreement", decimals),
-        _single(m, f"KL mean{bound}", "kl_mean", decimals),
-        *(
-            Row(name=f"KL {name}{bound}", values=(WITHHELD if s.get(key) is None else number(s[key]),))
-            for name, key in (("p50", "kl_p50"), ("p95", "kl_p95"), ("p99", "kl_p99"), ("p99.9", "kl_p999"))
-            if key in s
-        ),
-        Row(
-            name=f"KL max{bound}",
-            values=(number(s["kl_max"]),),
-            interval=f"a maximum of {count(m.positions)} positions has none",
-        ),
-        _single(m, "total variation", "tv_mean", decimals),
-        _single(m, "KL(candidate‖teacher) mean", "kl_reverse_mean", decimals),
-        _single(m, "top-5 overlap", "top5_overlap", decimals),
-        *(_single(m, metric_name(f"tail_rate_{t}", m.estimator), f"tail_rate_{t}", decimals) for t in ("0.1", "1")),
-        _single(m, "NLL of the candidate, nats", "nll_candidate", decimals),
-        _single(m, "NLL of the teacher, nats", "nll_teacher", decimals),
-        _single(m, "ppl_token of the candidate", "ppl_token_candidate", decimals),
-        _single(m, "ppl_token of the teacher", "ppl_token_teacher", decimals),
-    ]
-    rows = [row for row in rows if row.values != ("n/a",)]
-    return Quality(arms=(m.name,), rows=rows, sentences=[], got_worse=[], references=[], bars=[])
-
-
-def _single(m: Measurement, name: str, key: str, decimals: int | None) -> Row:
-    interval = m.intervals.get(key)
-    places = decimals
-    if places is None and interval is not None:
-        places = supported_decimals(interval.low, interval.high)
-    ends = bracket(interval) if interval is not None else ""
-    return Row(name=name, values=(number(m.summary.get(key), places),), interval=ends)
-
-
-def size_text(nbytes: int | None) -> str:
-    """``96.11 GB (96,105,137,024 B)``."""
-    return "not in the receipt" if nbytes is None else f"{size(nbytes)} ({count(nbytes)} B)"

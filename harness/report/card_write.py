@@ -6,15 +6,18 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.compare import save_comparison
 from harness.errors import UsageError
 from harness.interop.g4 import slug
 from harness.receipt import load_measurement
-from harness.report.card import FOLDER, Card, Options, Part, build_card, find_subject
+from harness.report.card import FOLDER, Card, Options, build_card, find_subject
 from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_pictures import draw_all, shown
+from harness.report.card_sources import Part, collect
 from harness.report.card_tasks import load_tasks
 from harness.store import atomic_path, folder_lock, write_json, write_text
 from harness.tasks.receipt import FILE as TASKS
@@ -25,22 +28,45 @@ README = "README.md"
 RECORD = f"{FOLDER}/card.json"
 
 
-def write_card(
-    parts: Sequence[Part], options: Options, folder: Path, *, positions: bool = False, tasks: Sequence[Path] = ()
-) -> Card:
+class Record(BaseModel):
+    """card.json: the folders of the receipts beside it, in order, and the options that the card was made with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    format: Literal["exl3-fidelity/card/1"] = "exl3-fidelity/card/1"
+    receipts: list[str]
+    tasks: list[str]
+    floor: str | None
+    anchors: list[str]
+    subject: str
+    decimals: int | None
+    base_model: str | None
+    repo: str | None
+    model_name: str | None
+    pictures: bool
+
+    @property
+    def options(self) -> Options:
+        """The options as `build_card` takes them."""
+        return Options(**{name: getattr(self, name) for name in OPTIONS})
+
+
+OPTIONS = ("subject", "decimals", "base_model", "repo", "model_name", "pictures")
+
+
+def write_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: Sequence[Path] = ()) -> Card:
     """Write README.md, the pictures and copies of the receipts into ``folder``."""
     with folder_lock(folder):
         home, subject = find_subject(parts, options.subject)
         if options.pictures:
             draw_all(home, subject, folder)
-        receipts = copy_receipts(parts, folder, positions=positions)
+        record = copy_receipts(parts, tasks, folder, options, subject)
         card = _card(parts, options, folder, tasks)
         readme = folder / README
         write_text(readme, merged_readme(_text(readme), card.block, card.keys))
         for name, text in card.files.items():
             write_text(folder / name, text)
-        task_folders = [_copy_tasks(run, folder / FOLDER) for run in tasks]
-        write_json(folder / RECORD, options_record(options, subject, receipts, task_folders))
+        write_json(folder / RECORD, record.model_dump())
     return card
 
 
@@ -59,21 +85,6 @@ def check_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: 
     return [*stale, *(f"{file} is not there" for file in pictures if not (folder / file).is_file())]
 
 
-def options_record(options: Options, subject: str, receipts: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
-    """The options and the receipts' folders, in order."""
-    return {
-        "format": "exl3-fidelity/card/1",
-        "receipts": list(receipts),
-        "tasks": list(tasks),
-        "subject": subject,
-        "decimals": options.decimals,
-        "base_model": options.base_model,
-        "repo": options.repo,
-        "model_name": options.model_name,
-        "pictures": options.pictures,
-    }
-
-
 def _card(parts: Sequence[Part], options: Options, folder: Path, tasks: Sequence[Path]) -> Card:
     home, subject = find_subject(parts, options.subject)
     pictures = shown(home, subject, folder) if options.pictures else []
@@ -90,35 +101,44 @@ def _text(readme: Path) -> str | None:
         raise UsageError(f"{readme.name} is not UTF-8: {error}", "save it as UTF-8") from error
 
 
-def read_record(folder: Path) -> tuple[list[Path], list[Path], Options]:
-    """Folders of the receipts, folders of the tasks, and the options of a card that lies in ``folder``."""
+def read_record(folder: Path) -> Record:
+    """The record of a card that lies in ``folder``."""
     file = folder / RECORD
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        names = ("subject", "decimals", "base_model", "repo", "model_name", "pictures")
-        fields = {name: record[name] for name in names}
-        receipts, tasks = ([folder / FOLDER / name for name in record[kind]] for kind in ("receipts", "tasks"))
-        return receipts, tasks, Options(**fields)
+        return Record.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise UsageError(f"{folder.name} has no {RECORD}", "name a folder that `fidelity card` wrote") from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UsageError(f"{RECORD} cannot be read: {error}", "write the card again") from error
+    except (json.JSONDecodeError, ValidationError) as error:
+        raise UsageError(f"{RECORD} cannot be read: {str(error).splitlines()[0]}", "write the card again") from error
 
 
-def copy_receipts(parts: Sequence[Part], folder: Path, *, positions: bool) -> list[str]:
-    """Put the receipts beside the card, so that a stranger can check it; positions only when asked (they are large).
+def parts_of(record: Record, folder: Path) -> list[Part]:
+    """The receipts of a card, read again from its own folder."""
+    home = folder / FOLDER
+    floor = home / record.floor if record.floor else None
+    return collect([home / name for name in record.receipts], floor=floor, anchors=[home / a for a in record.anchors])
 
-    Returns the folders that the card is made of, in order: comparisons, and runs that stand alone.
-    """
-    made_of = []
+
+def copy_receipts(parts: Sequence[Part], tasks: Sequence[Path], folder: Path, options: Options, subject: str) -> Record:
+    """Put the receipts beside the card, so that a stranger can check it; positions only when asked (they are large)."""
+    home, positions = folder / FOLDER, options.positions
+    made_of: list[str] = []
     for number, part in enumerate(parts, start=1):
-        copies = [_copy_run(run, folder / FOLDER, positions) for run in part.runs]
+        copies = [_copy_run(run, home, positions) for run in part.runs]
         if part.comparison is not None:
             name = "comparison" if number == 1 else f"comparison-{number}"
-            save_comparison(folder / FOLDER / name, part.comparison)
+            save_comparison(home / name, part.comparison)
             copies = [name]
         made_of += copies
-    return made_of
+    floor = next((part.floor for part in parts if part.floor), None)
+    anchors = next((part.anchors for part in parts if part.anchors), ())
+    return Record(
+        receipts=made_of,
+        tasks=[_copy_tasks(run, home) for run in tasks],
+        floor=_copy_run(floor, home, positions) if floor else None,
+        anchors=[_copy_run(anchor, home, positions) for anchor in anchors],
+        **{name: getattr(options, name) for name in OPTIONS} | {"subject": subject},
+    )
 
 
 def _copy_run(run: Path, target: Path, positions: bool) -> str:

@@ -18,8 +18,8 @@ from harness.errors import IncomparableError
 from harness.panel import load_tokenizer, tokenizer_digest
 from harness.receipt import load_measurement
 from harness.report.basis import of_comparison
-from harness.report.card import Part
 from harness.report.card_pictures import drawings
+from harness.report.card_sources import Part
 from harness.report.caveats import cannot_tell, how_measured
 from harness.report.html_page import Expanded, Page, Table, context_text, labels_of, shown
 from harness.report.html_run import run_page

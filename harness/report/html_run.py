@@ -10,8 +10,8 @@ import pandas as pd
 from harness.receipt import Measurement, RowSummary, load_measurement
 from harness.report import tables
 from harness.report.basis import of_measurement
-from harness.report.card import Part
 from harness.report.card_pictures import drawings
+from harness.report.card_sources import Part
 from harness.report.caveats import cannot_tell, how_measured
 from harness.report.html_page import Decoder, Expanded, Page, Table, context_text, labels_of, shown
 from harness.report.numbers import bracket, count, estimate, number, percent, percent_bracket

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.report.card import FOLDER, collect
-from harness.report.card_write import check_card, read_record
+from harness.report.card import FOLDER
+from harness.report.card_write import check_card, parts_of, read_record
 from harness.verify.comparison import verify_comparison
 from harness.verify.outcome import Finding, Outcome
 from harness.verify.run import verify_run
@@ -15,9 +15,10 @@ from harness.verify.tasks import verify_tasks
 
 def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
     """Check README.md and everything behind it that lies in ``folder`` or is named in ``runs``."""
-    receipts, tasks, options = read_record(folder)
+    record = read_record(folder)
+    receipts, tasks = ([folder / FOLDER / name for name in names] for names in (record.receipts, record.tasks))
     outcome = Outcome(name=f"card {folder.resolve().name}")
-    stale = check_card(collect(receipts), options, folder, tasks=tasks)
+    stale = check_card(parts_of(record, folder), record.options, folder, tasks=tasks)
     for line in stale:
         stated, found = (line[1:], "") if line.startswith("-") else ("", line[1:])
         outcome.findings.append(Finding(where="README.md", stated=stated or "nothing", found=found or "nothing"))

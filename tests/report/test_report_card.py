@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 
 from harness.cli import app
 from harness.compare import compare, save_comparison
-from harness.errors import UsageError
+from harness.errors import IncomparableError, UsageError
 from harness.interop.g4 import import_files
 from harness.report import style
-from harness.report.card import Options, build_card, collect
+from harness.report.card import Options, build_card
 from harness.report.card_pictures import shown
+from harness.report.card_sources import collect
 from harness.report.card_write import check_card, write_card
 from harness.report.plots import PICTURES
+from harness.verify import verify
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference"
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the published receipts are not here")
@@ -57,7 +59,7 @@ def card(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(style, "DPI", 40)
-        write_card(collect(runs), Options(), folder, positions=True)
+        write_card(collect(runs), Options(positions=True), folder)
     return folder
 
 
@@ -197,6 +199,23 @@ def test_one_run_alone_has_values_and_intervals(runs: list[Path], tmp_path: Path
     assert "| metric | mixed | interval |" in text and "Verdict" not in text and "<img" not in text
     shown_now = [picture.file for picture in shown(collect(runs[1:])[0], "mixed", tmp_path)]
     assert shown_now == [f"fidelity/{name}.png" for name, *_ in PICTURES]
+
+
+def test_floor_and_anchors_stand_beside_one_run(runs: list[Path], tmp_path: Path) -> None:
+    """A card can say what a perfect quant and a plain FP8 would score, also without a second candidate."""
+    write_run(tmp_path / "floor", make_frame(rows=16, length=65, noise=0.05, seed=3), name="teacher again")
+    write_run(tmp_path / "fp8", make_frame(rows=16, length=65, noise=0.2, seed=3), name="fp8")
+    parts = collect(runs[1:], floor=tmp_path / "floor", anchors=[tmp_path / "fp8"])
+    write_card(parts, Options(pictures=False), tmp_path / "card")
+    text = (tmp_path / "card/README.md").read_text()
+    rows = table_rows(text)
+    assert re.match(r"0\.00\d+ \[", rows["floor: teacher again"][0]) and "%" in rows["anchor: fp8"][1]
+    assert "Floor of the weights lane: teacher again, 0.00" in text and "not measured" not in text.split("---")[2]
+    assert verify(tmp_path / "card").ok
+    panel = write_run(tmp_path / "fp8", make_frame(rows=4), name="fp8").panel.model_copy(update={"sha256": "9" * 64})
+    write_run(tmp_path / "fp8", make_frame(rows=4), name="fp8", panel=panel)
+    with pytest.raises(IncomparableError, match="panel"):
+        collect(runs[1:], anchors=[tmp_path / "fp8"])
 
 
 def test_registered_bars_and_deviations_are_on_the_card(runs: list[Path], tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from scipy import stats as scipy_stats
 
 from harness.errors import UsageError
 from harness.interop.g4 import import_files
-from harness.report.card import Options, build_card, collect
+from harness.report.card import Options, build_card
+from harness.report.card_sources import collect
 from harness.report.card_tasks import TaskRun, hub_files, index_results, load_tasks, task_table
 from harness.report.card_write import check_card, write_card
 from harness.store import write_json

@@ -17,7 +17,8 @@ from harness.cli import app
 from harness.compare import compare, save_comparison
 from harness.errors import UsageError
 from harness.receipt import load_measurement
-from harness.report.card import Options, collect
+from harness.report.card import Options
+from harness.report.card_sources import collect
 from harness.report.card_write import write_card
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text
@@ -150,7 +151,7 @@ def test_comparison_and_card(honest: Path, tmp_path: Path) -> None:
     save_comparison(tmp_path / "cmp", compare(runs))
     found = verify(tmp_path / "cmp")
     assert found.ok and "comparison" in found.checked, "runs beside it are found by their keys"
-    write_card(collect(runs), Options(pictures=False), tmp_path / "card", positions=True)
+    write_card(collect(runs), Options(pictures=False, positions=True), tmp_path / "card")
     assert verify(tmp_path / "card").ok and verify(tmp_path / "card/README.md").ok
     readme = tmp_path / "card/README.md"
     readme.write_text(readme.read_text().replace("lower on 6 of 6 contexts", "lower on 7 of 7 contexts"))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_cases import aggregate, card, identity, numeric, report, state, stats, storage, support, tasks
+from tests.fault_cases import aggregate, card, identity, numeric, report, serving, state, stats, storage, support, tasks
 from tests.fault_cases.entry import Fault
 
-CLASSES = (identity, support, numeric, state, aggregate, storage, stats, report, card, tasks)
+CLASSES = (identity, support, numeric, state, aggregate, storage, stats, report, card, tasks, serving)
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 
 SERVED = "served engines (issue 6)"

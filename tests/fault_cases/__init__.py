@@ -2,5 +2,17 @@
 
 import pytest
 
-CLASSES = ("identity", "support", "numeric", "state", "aggregate", "storage", "stats", "report", "card", "tasks")
+CLASSES = (
+    "identity",
+    "support",
+    "numeric",
+    "state",
+    "aggregate",
+    "storage",
+    "stats",
+    "report",
+    "card",
+    "tasks",
+    "serving",
+)
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

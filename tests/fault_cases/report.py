@@ -16,19 +16,23 @@ from typer.testing import CliRunner
 from harness.cli import app
 from harness.cli.doctor import required_packages
 from harness.compare import compare
+from harness.compare.items import compare_task_runs
 from harness.compare.report import markdown
 from harness.errors import IncomparableError
 from harness.exl3.census import take_census
 from harness.exl3.checkpoint import Checkpoint
 from harness.exl3.headers import TensorHeader
 from harness.registration import Registration, task_deviations
-from harness.report.card import Options, build_card, collect, group_runs
+from harness.report.card import Options, build_card
+from harness.report.card_sources import collect, group_runs
 from harness.report.card_tables import quality
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
 from tests.compare.fake_arms import World, side
 from tests.fault_cases.entry import Fault
 from tests.report.fake_run import make_frame, write_run
+from tests.tasks.made_runs import outcome_item
+from tests.tasks.made_runs import write_run as write_tasks
 
 WORLD = World(rows=12, length=40)
 
@@ -136,6 +140,15 @@ def metrics_disagree(folder: Path) -> None:
     assert any(line.startswith("top-1 agreement (") for line in table.got_worse)
     judged = [r for r in table.rows if r.verdict not in ("", "description")]
     assert len(judged) >= 9 and all(row.interval for row in judged)
+    # Two benchmarks, one item up and one item down: no winner.
+    asked = {"a": {"s": 1, "t": 1}, "b": {"s": 0, "t": 2}}
+    tasks = []
+    for name, right in asked.items():
+        items = {task: [outcome_item(task, i, i < k) for i in range(100)] for task, k in right.items()}
+        tasks.append(write_tasks(folder / f"tasks-{name}", name, items))
+    told = compare_task_runs(tasks)
+    assert "b - a: the tasks point different ways, within noise" in told.warnings
+    assert [task.pairs[0].verdict for task in told.tasks] == ["within noise", "within noise"]
 
 
 def blind_spot(folder: Path) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.errors import EngineError, IncomparableError, UsageError
+from harness.compare.items import compare_task_runs
+from harness.errors import IncomparableError, UsageError
 from harness.receipt import SideIdentity
 from harness.tasks.evaluating import first_documents
 from harness.tasks.importing import import_results
@@ -23,11 +20,11 @@ from harness.tasks.outcome import notes
 from harness.tasks.pooling import Count, plus_minus, pool
 from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, save_receipt, selection
 from harness.tasks.results import group_result, leaf_result
-from harness.tasks.served import connect
 from harness.tasks.suite import Suite, load_suite
 from tests.fault_cases.entry import Fault
 from tests.fault_cases.identity import chat
 from tests.panel.panel_helpers import TEMPLATE, make_tokenizer
+from tests.tasks.made_runs import outcome_item, write_run
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference/lm_eval"
 #: The sizes of MMLU's 57 subjects are not needed: any 57 that add up to its 14,042 items.
@@ -165,7 +162,11 @@ def extraction(folder: Path) -> None:
     assert with_rates(folder / "s", 3, 100) == ["mmlu: no answer could be read from 3.0% of the outputs"]
     rows = item_rows("t", generated([(" B", "B", 1), ("no idea", "[invalid]", 0)]), "exact_match")
     assert [row["outcome"] for row in rows] == ["right", "unparsable"]
-    assert "extraction_failures" in TaskResult.model_fields
+    asked = {"t": [outcome_item("t", n, True) for n in range(100)]}
+    runs = [write_run(folder / n, n, asked, leaf={"extraction_failures": f}) for n, f in (("a", 0), ("b", 2))]
+    told = compare_task_runs(runs)
+    assert [arm.extraction_failure_rate for arm in told.tasks[0].arms] == [0.0, 0.02]
+    assert told.warnings == ["t: the arms differ by 2.0% in answers that cannot be read"]
 
 
 def other_implementation(folder: Path) -> None:
@@ -178,6 +179,32 @@ def other_implementation(folder: Path) -> None:
     assert import_results(files[:1], folder / "a", "m").environment["lm_eval"] == "0.4.13"
     with pytest.raises(IncomparableError, match="the files are of lm-eval 0.4.13 and 0.4.2"):
         import_results(files, folder / "both", "m")
+    asked = {"t": [outcome_item("t", n, True) for n in range(5)]}
+    base = write_run(folder / "base", "base", asked)
+    for name, change in (("version", {"lm_eval": "0.4.2"}), ("definition", {"leaf": {"config_sha256": "other"}})):
+        with pytest.raises(IncomparableError):
+            compare_task_runs([base, write_run(folder / name, name, asked, **change)])  # type: ignore[arg-type]
+    assert compare_task_runs([base, write_run(folder / "same", "same", asked)]).tasks[0].pairs[0].paired
+
+
+def noise_as_gain(folder: Path) -> None:
+    """951 against 953 of 1,140: not distinguishable, by item where there are items, else unpaired."""
+    outcomes = {"a": [1] * 951 + [0] * 189, "b": [0] * 10 + [1] * 953 + [0] * 177}
+    runs = [
+        write_run(folder / n, n, {"t": [outcome_item("t", i, bool(right)) for i, right in enumerate(found)]})
+        for n, found in outcomes.items()
+    ]
+    paired = compare_task_runs(runs).tasks[0].pairs[0]
+    assert (paired.lost, paired.won, paired.n) == (10, 12, 1140) and paired.p == pytest.approx(0.8318, abs=1e-4)
+    counted = []
+    for name, correct in (("x", 951), ("y", 953)):
+        file = reduced(folder / f"{name}.json", {"t": stated(Count(correct, 1140))}, {})
+        import_results([file], folder / name, name)
+        counted.append(folder / name)
+    unpaired = compare_task_runs(counted).tasks[0].pairs[0]
+    assert not unpaired.paired and unpaired.p is None and "not distinguishable" in unpaired.reason
+    assert unpaired.difference.low is not None and unpaired.difference.low < 0 < unpaired.difference.high  # type: ignore[operator]
+    assert {paired.verdict, unpaired.verdict} <= {"within noise", "equivalent"}
 
 
 def extraction_not_ability(folder: Path) -> None:
@@ -227,58 +254,6 @@ def subjects_not_groups(folder: Path) -> None:
     assert found.stderr == pytest.approx(0.0104704, abs=1e-7)
 
 
-class Answering(BaseHTTPRequestHandler):
-    """Lists what ``models`` says, and counts what else it is asked."""
-
-    models: list[str] | None = None
-    asked: list[str] = []
-
-    def do_GET(self) -> None:
-        known = self.path == "/v1/models" and self.models is not None
-        body = json.dumps({"data": [{"id": name} for name in self.models or []]}).encode() if known else b""
-        self.send_response(200 if known else 405)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self) -> None:
-        self.asked.append(self.path)
-        self.send_response(400)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-
-@contextmanager
-def server(models: list[str] | None) -> Iterator[tuple[str, list[str]]]:
-    """Address of a small server, and the list of the requests that would score something."""
-    handler = type("Handler", (Answering,), {"models": models, "asked": []})
-    running = HTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}", handler.asked  # type: ignore[attr-defined]
-    finally:
-        running.shutdown()
-        running.server_close()
-
-
-def plumbing(folder: Path) -> None:
-    """405 to everything, no model, an unknown model: one line each before anything is asked to score."""
-    with server(None) as (address, asked), pytest.raises(UsageError, match=r"lists no models \(HTTP 405\)"):
-        connect(f"{address}/v1/completions", "m")
-    assert asked == []
-    with server(["right", "other"]) as (address, asked):
-        with pytest.raises(UsageError, match="the server has 2 models: right, other"):
-            connect(address, None)
-        with pytest.raises(EngineError, match="the server does not know null; it has right, other"):
-            connect(address, "null")
-        # The address as it is written in other tools works too: it is not used verbatim.
-        assert connect(f"{address}/v1/completions", "right").root == f"{address}/v1"
-    assert asked == []
-    with pytest.raises(UsageError, match="nothing answers at"):
-        connect(address, None, timeout=2)
-
-
 ROWS = [
     Fault(id="A4-template-on-choices", title="a chat template on log-likelihoods", check=template_on_choices),
     Fault(id="A59-first-of-each", title="a limit is the first N of each subject", check=first_of_each),
@@ -286,7 +261,7 @@ ROWS = [
     Fault(id="A62-micro-and-macro", title="micro and macro averages", check=micro_and_macro),
     Fault(id="A68-extraction", title="answers that could not be extracted", check=extraction),
     Fault(id="A69-other-implementation", title="two implementations of one benchmark", check=other_implementation),
-    Fault(id="B43-plumbing", title="a wrong address, then no model", check=plumbing),
+    Fault(id="B26-noise-as-gain", title="noise reported as a gain", check=noise_as_gain),
     Fault(id="B44-extraction-not-ability", title="extraction, not ability", check=extraction_not_ability),
     Fault(id="B46-wrong-or-unread", title="format and length errors", check=wrong_unparsable_truncated),
     Fault(id="B49-question-text", title="gated questions in public files", check=question_text),

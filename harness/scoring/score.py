@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from harness.errors import ScoreError
-from harness.scoring import inputs
+from harness.scoring import gpu, inputs
 from harness.scoring.state import Sides, finish
 from harness.scoring.walk import Source, Walked, walk
 from harness.types import SCORE_DTYPES, Head, Hidden, Logits, Scores
@@ -56,7 +56,8 @@ def score_hidden(
     """Score hidden states ``[T, H]`` of both sides, each through its own head; ``H`` may differ.
 
     Both heads must declare the same ``vocab_size``. ``second_pass=None`` computes total variation, top-5 overlap and
-    rank where that costs under a quarter more (see `harness.scoring.walk`). Raises ScoreError.
+    rank where that costs under a quarter more (see `harness.scoring.walk`). Where there is a CUDA device it does the
+    work (see `harness.scoring.gpu`), else ``threads`` cores. Raises ScoreError.
     """
     teacher = _source("teacher", Hidden(states_TH=teacher_TH), teacher_head)
     candidate = _source("candidate", Hidden(states_TH=candidate_TH), candidate_head)
@@ -141,7 +142,11 @@ def _walk(
         inputs.declared_vocabulary("candidate", candidate.width, candidate.head, vocab_size),
     )
     targets = inputs.check_targets(targets_T, len(teacher.matrix), vocab)
-    walked = walk((teacher, candidate), targets, vocab, second=second, threads=threads)
+    on = gpu.device()
+    if on is None:
+        walked = walk((teacher, candidate), targets, vocab, second=second, threads=threads)
+    else:
+        walked = gpu.walk((teacher, candidate), targets, vocab, second=second, on=on)
     return finish(walked.state, vocab), walked
 
 

@@ -49,17 +49,17 @@ def patterns(matrix: torch.Tensor) -> np.ndarray:
     return whole.numpy() if whole.dtype == torch.float32 else whole.view(torch.uint16).numpy()
 
 
-def head_inputs(states_TH: torch.Tensor, head: Head) -> np.ndarray:
-    """fp32 inputs of the head's product: normed where the head says so; a row with any non-finite value is all NaN.
+def normed(states_TH: torch.Tensor, head: Head) -> torch.Tensor:
+    """Inputs of the head's product: normed in fp32 where the head says so; a row with a non-finite value is all NaN.
 
     Such a row has no logits worth the name, and a soft-cap would turn its infinities into ordinary numbers.
     """
-    states = states_TH.detach().cpu().float()
+    states = states_TH.detach()
     if head.norm is not None:
+        states = states.float()
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + head.norm.eps)
-        states = states * head.norm.weight_H.detach().cpu().float()
-    finite = torch.isfinite(states).all(-1, keepdim=True)
-    return torch.where(finite, states, torch.nan).numpy()
+        states = states * head.norm.weight_H.detach().to(states)
+    return torch.where(torch.isfinite(states).all(-1, keepdim=True), states, torch.nan)
 
 
 def stack(parts: list[np.ndarray]) -> tuple[np.ndarray, list[slice]]:

@@ -24,7 +24,7 @@ import torch
 
 from harness.scoring import rows
 from harness.scoring.blas import GROUP, blas_choice, single_threaded
-from harness.scoring.sides import HeadStrip, Part, Run, head_inputs, patterns, tile_width
+from harness.scoring.sides import HeadStrip, Part, Run, normed, patterns, tile_width
 from harness.scoring.state import fresh
 from harness.types import Head
 
@@ -124,10 +124,11 @@ class _Job:
                 self.second_T3[at] if len(self.second_T3) else self.second_T3,
             )
 
-    def _pad(self, side: int, logits: torch.Tensor, at: slice) -> None:
-        """Add the mass of padding columns."""
-        if logits.shape[1]:
-            mass = torch.logsumexp(logits.double(), -1).numpy()
+    def _pad(self, side: int, logits: torch.Tensor, first: int, at: slice) -> None:
+        """Add the mass of the padding columns ``first ...``, in the same pieces whatever the strip."""
+        for low in range(first - first % rows.BLOCK, first + logits.shape[1], rows.BLOCK):
+            piece = logits[:, max(low - first, 0) : low - first + rows.BLOCK]
+            mass = torch.logsumexp(piece.double(), -1).numpy()
             self.padding_T2[at, side] = np.logaddexp(self.padding_T2[at, side], mass)
 
     def from_logits(self, second: bool) -> Walked:
@@ -139,7 +140,7 @@ class _Job:
             parts = tuple(self._matrix_part(source, at, 0) for source in self.sources)
             self._score((parts[0], parts[1]), (0, self.vocab_size), at)
             for side, source in enumerate(self.sources):
-                self._pad(side, source.matrix[at, self.vocab_size :], at)
+                self._pad(side, source.matrix[at, self.vocab_size :], self.vocab_size, at)
 
         self.run(share, range(0, len(self.targets_T), SHARE))
         return self._walked()
@@ -180,7 +181,7 @@ class _Job:
                 if low < high:
                     begin = parts[side].start - first
                     logits = _as_tensor(parts[side])[:, begin + low : begin + high]
-                    self._pad(side, logits, at)
+                    self._pad(side, logits, low, at)
 
     def _part(self, pick: tuple[int, int] | None, strips: list[HeadStrip], side: int, at: slice, first: int) -> Part:
         if pick is None:
@@ -202,7 +203,8 @@ class _Job:
         """The strips to fill, and for each side ``(strip, part)`` or None where its logits are there."""
         blas, heads = blas_choice(), [source.head for source in self.sources]
         inputs = [
-            None if source.head is None else head_inputs(source.matrix[at], source.head) for source in self.sources
+            None if source.head is None else normed(source.matrix[at].cpu(), source.head).float().numpy()
+            for source in self.sources
         ]
         one, two = heads
         if one is not None and two is not None and (one is two or one.sha256 == two.sha256):

@@ -7,7 +7,6 @@ not assumed), else logits. On a CPU bf16 and fp16 weights are computed in float3
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import torch
 
 from harness import __version__
 from harness.digest import head_digest
-from harness.engines.models import ModelFolder
+from harness.engines.models import ModelFolder, quiet_transformers
 from harness.errors import CheckpointError, EngineError
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Row, RowOutputs, Want
 
@@ -34,17 +33,6 @@ class _Cut(Exception):
 
     def __init__(self, states: torch.Tensor) -> None:
         self.states = states
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' own bars and advice out of our one progress display; its errors still raise."""
-    import transformers.utils.logging as hf_logging
-    from huggingface_hub.utils import disable_progress_bars
-
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    disable_progress_bars()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 def default_device() -> str:

@@ -6,6 +6,7 @@ Whatever it was, it ends as a plain Hugging Face folder that transformers can lo
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -95,6 +96,17 @@ def package_gguf(package: str, version: str | None) -> Path:
     return found[0]
 
 
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and advice out of our one progress display; its errors still raise."""
+    import transformers.utils.logging as hf_logging
+    from huggingface_hub.utils import disable_progress_bars
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    disable_progress_bars()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
 def convert_gguf(gguf: Path, folder: Path, dtype: DType) -> None:
     """Make a GGUF file a plain safetensors folder with dense weights in ``dtype``; config.json comes last.
 
@@ -105,6 +117,7 @@ def convert_gguf(gguf: Path, folder: Path, dtype: DType) -> None:
 
     from harness.progress import phase
 
+    quiet_transformers()
     with phase(f"unpack {gguf.stem}", total=2, unit="steps", item="step") as advance:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         advance(1, 1)

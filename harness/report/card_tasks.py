@@ -9,21 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_eval_result_entries
 
+from harness.compare.items import compare_task_runs
+from harness.compare.model import Figure
 from harness.errors import Refused, UsageError
+from harness.report.card_tables import scaled
 from harness.report.frontmatter import TaskResult as IndexResult
 from harness.report.frontmatter import dump, require_plain
-from harness.report.numbers import count, number, signed, supported_decimals
-from harness.stats import ItemComparison, compare_items, newcombe
-from harness.tasks.items import read_items
+from harness.report.numbers import bracket, count, number, signed, supported_decimals
 from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt, selection
 
-SIGNIFICANT = 0.05
-KEY = ("task", "filter", "doc_hash", "prompt_hash", "target_hash")
 #: Benchmarks that the Hub lists, by lm-eval task: dataset, task id of its eval.yaml, config and split.
 HUB = {
     "gpqa_diamond_zeroshot": ("Idavidrein/gpqa", "diamond", "gpqa_diamond", "train"),
@@ -52,8 +49,8 @@ class TaskLine:
 class TaskRun:
     """One tasks folder, read."""
 
+    folder: Path
     receipt: TaskReceipt
-    items: pa.Table | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +64,8 @@ class TaskTable:
 
 
 def load_tasks(folders: Sequence[Path]) -> list[TaskRun]:
-    """Read tasks folders with their items where they have any."""
-    runs = []
-    for folder in folders:
-        receipt = load_receipt(folder)
-        runs.append(TaskRun(receipt=receipt, items=read_items(folder if folder.is_dir() else folder.parent, receipt)))
-    return runs
+    """Read tasks folders."""
+    return [TaskRun(folder=folder, receipt=load_receipt(folder)) for folder in folders]
 
 
 def task_table(runs: Sequence[TaskRun], arms: Sequence[tuple[str, str]], subject: str) -> TaskTable | None:
@@ -156,46 +149,24 @@ def _alias(receipt: TaskReceipt, entry: str) -> str:
 
 def _difference(a: TaskRun, b: TaskRun, entry: str) -> tuple[str, str, str]:
     """Difference in percentage points with its interval, flips, verdict; paired where the items are the same."""
-    paired = _paired(a, b, entry)
-    if isinstance(paired, str):
-        first, second = _result(a, entry), _result(b, entry)
-        low, high = newcombe((first.correct, first.n), (second.correct, second.n))
-        verdict = _verdict(low, high)
-        return _points(second.value - first.value, low, high), f"not known: {paired}", f"{verdict} (unpaired)"
-    d = paired.difference
-    verdict = "undecided" if paired.p >= SIGNIFICANT else ("better" if d.estimate > 0 else "worse")
-    flips = f"{paired.a_only} lost, {paired.b_only} won of {paired.n:,}; McNemar p = {number(paired.p, 3)}"
-    return _points(d.estimate, d.low, d.high), flips, verdict
+    made = compare_task_runs([a.folder, b.folder])
+    pair = next(task.pairs[0] for task in made.tasks if task.task == entry)
+    points = _points(scaled(pair.difference, 100.0))
+    verdict = "undecided (within noise)" if pair.verdict == "within noise" else pair.verdict
+    if not pair.paired:
+        return points, f"not known: {pair.why_not}", f"{verdict}, unpaired"
+    flips = f"{pair.lost} lost, {pair.won} won of {count(pair.n)}; McNemar p = {number(pair.p, 3)}"
+    if pair.margin_change is not None:
+        flips += f"; margin of the right answer {_nats(pair.margin_change)} nats"
+    return points, flips, verdict
 
 
-def _verdict(low: float, high: float) -> str:
-    return "better" if low > 0 else ("worse" if high < 0 else "undecided")
+def _points(difference: Figure) -> str:
+    return f"{signed(difference.estimate, 2)} pp {bracket(difference)}"
 
 
-def _points(value: float, low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return f"{signed(100 * value, 2)} pp"
-    places = supported_decimals(100 * low, 100 * high)
-    return f"{signed(100 * value, 2)} pp [{signed(100 * low, places)}, {signed(100 * high, places)}]"
-
-
-def _paired(a: TaskRun, b: TaskRun, entry: str) -> ItemComparison | str:
-    """Outcomes of the same items on both sides, or why they cannot be paired (FAULTS B 26)."""
-    if a.items is None or b.items is None:
-        return "no items were published"
-    leaves = {leaf.name for leaf in b.receipt.leaves(entry)}
-    ours, theirs = _outcomes(a.items, leaves), _outcomes(b.items, leaves)
-    if not ours or not theirs:
-        return "no items of this benchmark are here"
-    if set(ours) != set(theirs):
-        return "the items or their prompts differ"
-    keys = sorted(ours)
-    return compare_items(np.array([ours[key] for key in keys]), np.array([theirs[key] for key in keys]))
-
-
-def _outcomes(items: pa.Table, leaves: set[str]) -> dict[tuple[str, ...], int]:
-    columns = [items[name].to_pylist() for name in (*KEY, "correct")]
-    return {tuple(map(str, row[:-1])): int(row[-1]) for row in zip(*columns, strict=True) if row[0] in leaves}
+def _nats(change: Figure) -> str:
+    return f"{signed(change.estimate, supported_decimals(change.low, change.high))} {bracket(change)}"
 
 
 # ---- for the Hub -----------------------------------------------------------------------------------------------------

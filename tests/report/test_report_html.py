@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ DOT = "data:image/png;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAI
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report whose pictures are one dot each; the real ones are drawn in their own tests."""
     folder = tmp_path_factory.mktemp("html")
     frame = make_frame(rows=6, length=65)
@@ -37,7 +36,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_run(folder, frame, per_row=rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(html_page, "data_uri", lambda draw, theme: DOT)
-        yield write_html(folder)
+        return write_html(folder)
 
 
 def dom(page: Path, folder: Path, script: str, width: int = 1280) -> str:

@@ -8,6 +8,9 @@ order, whatever the number of threads or rows, so its digits do not depend on it
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -265,8 +268,8 @@ def _second_pass(
     return 0.5 * gap / state[slot.SUM_S], overlap, _rank(c, brain[1], tops[1], int(state[slot.ID_T]), buffers[0])
 
 
-@numba.njit(nogil=True, cache=True)
-def score_rows(
+@numba.njit(nogil=True)
+def _score_rows(
     teacher: np.ndarray,
     candidate: np.ndarray,
     starts: tuple[int, int],
@@ -276,12 +279,7 @@ def score_rows(
     state: np.ndarray,
     second: np.ndarray,
 ) -> None:
-    """Add the vocabulary's ``columns = (first, end)`` of both sides to the states ``[n, SLOTS]``.
-
-    Column ``first`` is at ``starts[side]`` in a side's array, whose rows are contiguous and hold fp32, or uint16
-    patterns that are bf16 where ``brain[side]``, else fp16. ``second`` is empty, or ``[n, 3]`` float64 to receive
-    total variation, top-5 overlap and rank, when the columns are the whole vocabulary.
-    """
+    """See `score_rows`."""
     first, width = columns[0], columns[1] - columns[0]
     buffers, sums = np.empty((2, BLOCK), np.float32), np.empty(10)
     tops = np.empty((2, (width + BLOCK - 1) // BLOCK), np.float32)
@@ -309,10 +307,62 @@ def score_rows(
                 )
 
 
-@numba.njit(nogil=True, cache=True)
-def widen(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
-    """fp32 ``out[:, :]`` of 16-bit patterns ``[rows, width]``: bf16 where ``brain``, else fp16."""
+@numba.njit(nogil=True)
+def _widen_rows(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
+    """See `widen`."""
     for row in range(len(half)):
         for low in range(0, half.shape[1], BLOCK):
             high = min(low + BLOCK, half.shape[1])
             _widen(half[row, low:high], brain, out[row, low:high])
+
+
+def _entries(stamp: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The compiled entry points, cached on disk.
+
+    numba looks only at this file to tell whether a cached function is stale. Its key also holds the values a function
+    closes over, so ``stamp`` brings in the other files.
+    """
+
+    @numba.njit(nogil=True, cache=True)
+    def score(teacher, candidate, starts, brain, columns, targets, state, second):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _score_rows(teacher, candidate, starts, brain, columns, targets, state, second)
+
+    @numba.njit(nogil=True, cache=True)
+    def wide(half, brain, out):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _widen_rows(half, brain, out)
+
+    return score, wide
+
+
+def _source_stamp() -> int:
+    here = Path(__file__).parent
+    return zlib.crc32(b"".join((here / name).read_bytes() for name in ("simd.py", "kernel.py", "state.py", "rows.py")))
+
+
+_compiled_score, _compiled_widen = _entries(_source_stamp())
+
+
+def score_rows(
+    teacher: np.ndarray,
+    candidate: np.ndarray,
+    starts: tuple[int, int],
+    brain: tuple[bool, bool],
+    columns: tuple[int, int],
+    targets: np.ndarray,
+    state: np.ndarray,
+    second: np.ndarray,
+) -> None:
+    """Add the vocabulary's ``columns = (first, end)`` of both sides to the states ``[n, SLOTS]``.
+
+    Column ``first`` is at ``starts[side]`` in a side's array, whose rows are contiguous and hold fp32, or uint16
+    patterns that are bf16 where ``brain[side]``, else fp16. ``second`` is empty, or ``[n, 3]`` float64 to receive
+    total variation, top-5 overlap and rank, when the columns are the whole vocabulary.
+    """
+    _compiled_score(teacher, candidate, starts, brain, columns, targets, state, second)
+
+
+def widen(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
+    """fp32 ``out[:, :]`` of 16-bit patterns ``[rows, width]``: bf16 where ``brain``, else fp16."""
+    _compiled_widen(half, brain, out)

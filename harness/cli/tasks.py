@@ -33,6 +33,9 @@ def tasks(
     compute_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     packed: Annotated[bool, typer.Option(help="Decode EXL3 weights at every use: less memory, slower.")] = False,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Run layer by layer within so much memory: auto, 4GiB, ...; models of any size.")
+    ] = None,
     seal: Annotated[bool, typer.Option("--seal", help="Seal the suite instead: hash every prompt, no model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print tasks.json instead of a table.")] = False,
 ) -> None:
@@ -57,6 +60,7 @@ def tasks(
             compute=compute_dtype,  # type: ignore[arg-type]
             device=device,
             packed=packed,
+            memory_budget=memory_budget,
             base_url=base_url,
             served_model=served_model,
             num_concurrent=num_concurrent,

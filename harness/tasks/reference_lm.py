@@ -37,7 +37,13 @@ class ReferenceLM(TemplateLM):
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
         super().__init__()
         self.engine, self.tokenizer = engine, tokenizer
-        self._scorer = CachedScorer(engine.model) if hasattr(engine, "model") else RowScorer(engine)
+        model = getattr(engine, "model", None)
+        self._scorer: CachedScorer | RowScorer = RowScorer(engine) if model is None else CachedScorer(model)
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether a question's answers follow from one cache; else the engine runs rows."""
+        return isinstance(self._scorer, CachedScorer)
 
     @property
     def eot_token_id(self) -> int:

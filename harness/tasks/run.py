@@ -5,6 +5,7 @@ A run killed anywhere goes on at the first missing answer; a server that dies le
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.digest import file_digest, json_digest
-from harness.engines.hf import ComputeDType, TransformersEngine, quiet_transformers
+from harness.engines.hf import ComputeDType, quiet_transformers
 from harness.engines.models import ModelFolder, locate
-from harness.engines.open import NO_TOKENIZER, digests_of, tokenizer_of
+from harness.engines.open import NO_TOKENIZER, digests_of, memory_budget_of, open_engine, tokenizer_of
 from harness.environment import environment, source_digest
 from harness.errors import EngineError, IncomparableError, Refused
 from harness.receipt import Check, SideIdentity
@@ -53,6 +54,7 @@ class Request:
     compute: ComputeDType = "auto"
     device: str | None = None
     packed: bool = False
+    memory_budget: str | None = None
     base_url: str | None = None
     served_model: str | None = None
     num_concurrent: int = 8
@@ -143,6 +145,7 @@ def _model_key(request: Request, subject: Subject) -> dict[str, Any]:
         "tokenizer": subject.tokenizer_sha256,
         "compute": request.compute,
         "packed": request.packed,
+        "streamed": request.memory_budget is not None,
         "device": request.device,
         "server": server and [server.model, server.software, server.version],
         "address": server.root if server and subject.weights_sha256 == UNKNOWN else None,
@@ -225,19 +228,29 @@ def _open(request: Request, subject: Subject, answers: Answers) -> tuple[AskingL
     tokenizer = AutoTokenizer.from_pretrained(subject.located.folder)
     if subject.server is not None:
         return _open_served(request, subject, subject.server, tokenizer, answers)
-    engine = TransformersEngine(
+    engine = open_engine(
         subject.located,
         compute=request.compute,
         device=request.device,
         packed=request.packed,
+        memory_budget=memory_budget_of(request.memory_budget),
         weights_sha256=subject.weights_sha256,
         tokenizer_sha256=subject.tokenizer_sha256,
     )
-    limit = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
-    lm = AskingLM(ReferenceLM(engine, tokenizer), answers, limit=limit)
-    settings = dict(engine.identity.settings) | {"kv_cache": "within a question"}
+    inner = ReferenceLM(engine, tokenizer)
+    lm = AskingLM(inner, answers, limit=context_of(subject.located.folder))
+    settings = dict(engine.identity.settings) | {"kv_cache": "within a question" if inner.shares_cache else False}
     identity = SideIdentity.model_validate(asdict(engine.identity) | {"settings": settings} | _census(subject.located))
     return lm, identity, []
+
+
+def context_of(folder: Path) -> int | None:
+    """The longest context that config.json allows; None where it says nothing."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for block in (config.get("text_config", {}), config):
+        if block.get("max_position_embeddings"):
+            return int(block["max_position_embeddings"])
+    return None
 
 
 def _open_served(

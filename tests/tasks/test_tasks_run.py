@@ -185,6 +185,18 @@ def test_gpqa_from_the_hub_leaves_nothing_behind(tiny: ModelFolder, tmp_path: Pa
     assert files_with(MARK, [tmp_path / "run", tmp_path / "datasets-cache"]) == []
 
 
+def test_layer_by_layer_gives_the_same_answers(tiny: ModelFolder, tmp_path: Path) -> None:
+    """A model larger than memory is asked through the engine seam, all rows through one layer after the other."""
+    whole = run_suite(small(tmp_path, tiny, out=tmp_path / "whole"))
+    streamed = run_suite(small(tmp_path, tiny, memory_budget="auto"))
+    assert streamed.receipt.key != whole.receipt.key
+    assert whole.receipt.model.settings["kv_cache"] == "within a question"
+    assert streamed.receipt.model.settings["kv_cache"] is False
+    ours, theirs = (pd.read_parquet(tmp_path / n / "items.parquet") for n in ("whole", "run"))
+    difference = [abs(a - b).max() for a, b in zip(ours.loglikelihoods, theirs.loglikelihoods, strict=True)]
+    assert max(difference) < 1e-3
+
+
 # ---- resume and reuse ------------------------------------------------------------------------------------------------
 
 

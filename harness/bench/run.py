@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,8 +126,8 @@ def cases(sizes: Sizes, folder: Path) -> list[Case]:
     ]
 
 
-def run_bench(sizes: Sizes = FULL, only: Sequence[str] = ()) -> list[Section]:
-    """Run all cases, or those of the sections named in ``only``.
+def run_bench(sizes: Sizes = FULL, only: Sequence[str] = ()) -> Iterator[Section]:
+    """Run all cases, or those of the sections named in ``only``; each is given out as soon as it is measured.
 
     Raises:
         UsageError: ``only`` names no section.
@@ -139,14 +139,12 @@ def run_bench(sizes: Sizes = FULL, only: Sequence[str] = ()) -> list[Section]:
             if name not in names:
                 raise UsageError(f"there is no section {name!r}", f"choose from: {', '.join(names)}")
         chosen = [case for case in every if not only or case.section in only]
-        done = []
         with phase("bench", total=len(chosen), unit="figures", item="case") as advance:
             for case in chosen:
                 start = time.perf_counter()
                 figures = case.work()
-                done.append(Section(name=case.title, figures=figures, seconds=time.perf_counter() - start))
                 advance(1, len(figures))
-    return done
+                yield Section(name=case.title, figures=figures, seconds=time.perf_counter() - start)
 
 
 def bench_json(done: Sequence[Section], sizes: Sizes) -> dict[str, Any]:

@@ -26,12 +26,13 @@ def bench(
     from harness.store import write_json
 
     sizes = TINY if quick else FULL
-    sections = run_bench(sizes, only or ())
-    write_json(out, bench_json(sections, sizes))
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    for section in sections:
+    sections: list[Section] = []
+    for section in run_bench(sizes, only or ()):
+        sections.append(section)
+        write_json(out, bench_json(sections, sizes))
         console.print(_table(section))
     figures = [figure for section in sections for figure in section.figures if figure.met is not None]
     met = sum(bool(figure.met) for figure in figures)

@@ -24,7 +24,7 @@ from harness.store import write_json
 
 
 def test_every_section_runs_and_its_json_holds(tmp_path: Path) -> None:
-    done = run_bench(TINY)
+    done = list(run_bench(TINY))
     write_json(tmp_path / "bench.json", bench_json(done, TINY))
     told = json.loads((tmp_path / "bench.json").read_text())
     assert told["format"] == "exl3-fidelity/bench/1" and told["size"] == "tiny"
@@ -40,7 +40,7 @@ def test_every_section_runs_and_its_json_holds(tmp_path: Path) -> None:
 
 def test_an_unknown_section_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="no section 'speed'"):
-        run_bench(TINY, ["speed"])
+        list(run_bench(TINY, ["speed"]))
 
 
 def test_targets_compare_both_ways() -> None:

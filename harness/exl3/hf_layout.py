@@ -23,6 +23,9 @@ from harness.exl3.rowwise import GROUP, RowTable
 
 WRONG_MODEL = "use the config.json that belongs to these shards, or fetch the missing shard"
 
+#: Formats of plain tensors that are codes, not numbers.
+_SCALED = ("F8", "F6", "F4")
+
 
 @dataclass(slots=True)
 class Accounting:
@@ -164,6 +167,11 @@ def _plain(names: Names, checkpoint: Checkpoint, accounting: Accounting) -> dict
     found: dict[str, Plain] = {}
     for key in sorted(checkpoint.plain, key=dot_natural_key):
         targets, converter, pattern = names.destination(key)
+        if targets and checkpoint.plain[key].dtype.startswith(_SCALED):
+            raise CheckpointError(
+                f"{key} is {checkpoint.plain[key].dtype}: codes without their scales, which are not read here",
+                "use a pack whose other weights are bf16 or fp16",
+            )
         if not targets:
             accounting.skipped[key] = _rule(names, key, f"{key}: ")
             continue

@@ -56,6 +56,10 @@ BROKEN = {
         "up_proj",
     ),
     "two-names-of-one-parameter": (add(norm__weight=torch.zeros(128)), "both model.norm.weight"),
+    "fp8-beside-exl3": (
+        add(lm_head__weight=torch.zeros(packs.VOCAB, 128, dtype=torch.float8_e4m3fn)),
+        "lm_head.weight is F8",
+    ),
     "unknown-marker": (add(model__layers__0__mlp__up_proj__mcg=torch.tensor(7, dtype=torch.int32)), "marker"),
     "impossible-trellis": (
         add(model__layers__0__mlp__up_proj__trellis=torch.zeros(8, 16, 50, dtype=torch.int16)),

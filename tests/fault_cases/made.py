@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,12 +14,13 @@ from safetensors.torch import save_file
 from harness.capture import Capture, CaptureWriter, open_capture
 from harness.digest import head_digest, ids_digest
 from harness.engines.models import ModelFolder
+from harness.environment import source_digest
 from harness.panel.seal import Lock, LockCounts, LockRow, LockTokenizer, panel_digest, write_seal
 from harness.receipt import Measurement
 from harness.result import build_measurement
 from harness.rows import join_rows, write_row
 from harness.score_row import score_row
-from harness.types import EngineIdentity, Head, Hidden, Logits, Panel, Row, Scores
+from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, Row, RowOutputs, Scores, Want
 
 KEY = "k" * 64
 
@@ -85,6 +87,18 @@ def capture(folder: Path, rows: Sequence[Row], outputs: Sequence[torch.Tensor], 
     return open_capture(folder)
 
 
+class Replay:
+    """An engine that gives what it was given, for whatever rows."""
+
+    def __init__(self, outputs: Outputs, its_head: Head | None = None) -> None:
+        self._outputs, self.head = outputs, its_head
+        self.identity = identity(its_head.sha256 if its_head else "none")
+
+    def run(self, rows: Sequence[Row], want: Want = "logits") -> Iterator[RowOutputs]:
+        for one in rows:
+            yield RowOutputs(index=one.index, echoed_ids_T=one.ids_T, outputs=self._outputs)
+
+
 def receipt(
     folder: Path,
     rows: Sequence[Row],
@@ -94,10 +108,14 @@ def receipt(
     teacher_head: Head | None = None,
     candidate_head: Head | None = None,
     change: Callable[[Scores], Scores] = lambda scores: scores,
+    source_at_end: Callable[[], str] = source_digest,
 ) -> Measurement:
     """A run folder ``folder / "run"`` as `fidelity measure` makes it; matrices have an entry for the last token too.
 
-    ``change`` may damage the scores on their way, as a broken kernel would.
+    Args:
+        change: may damage the scores on their way, as a broken kernel would.
+        source_at_end: what the harness finds its own source to be when the run ends (files may be edited while
+            tests run, which is no fault of theirs).
     """
     stored, whole, run = capture(folder / "capture", rows, teacher, teacher_head), panel(rows), folder / "run"
     for one, values in zip(rows, candidate, strict=True):
@@ -107,18 +125,19 @@ def receipt(
     engine = SimpleNamespace(
         head=candidate_head, identity=identity(candidate_head.sha256 if candidate_head else "none", model="org/quant")
     )
-    return build_measurement(
-        run,
-        join_rows(run, whole, rows, KEY),
-        panel=whole,
-        rows=rows,
-        capture=stored,
-        engine=engine,  # type: ignore[arg-type]
-        key=KEY,
-        checks=[],
-        candidate=checkpoint(folder / "quant"),
-        panel_folder=sealed(folder / "panel", whole),
-    )
+    with mock.patch("harness.result.current_source_digest", source_at_end):
+        return build_measurement(
+            run,
+            join_rows(run, whole, rows, KEY),
+            panel=whole,
+            rows=rows,
+            capture=stored,
+            engine=engine,  # type: ignore[arg-type]
+            key=KEY,
+            checks=[],
+            candidate=checkpoint(folder / "quant"),
+            panel_folder=sealed(folder / "panel", whole),
+        )
 
 
 def checkpoint(folder: Path) -> ModelFolder:

@@ -18,7 +18,8 @@ from harness.report.run_report import report_text
 from harness.report.tables import load_positions
 from harness.scoring import score_hidden, score_logits, teacher_stats
 from harness.stats import group_totals
-from harness.types import Logits
+from harness.summary import row_summary
+from harness.types import SCORE_DTYPES, Logits, Scores
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
 from tests.fault_cases.made import logits
@@ -142,11 +143,19 @@ def nonfinite_json(folder: Path) -> None:
 
 def accumulation(folder: Path) -> None:
     """2e7 copies of 0.1: float64 sums; float32 ones would say 0.1048576."""
-    groups = np.repeat(np.arange(4), 5_000_000)
-    totals = group_totals(np.broadcast_to(0.1, groups.shape), groups)
+    count = 20_000_000
+    same = {
+        name: np.broadcast_to(np.array(0.1 if dtype == "float64" else 0, dtype=dtype), count)
+        for name, dtype in SCORE_DTYPES.items()
+    }
+    found = row_summary(made.panel([made.row([0, 1])]), 0, Scores(**same))
+    assert abs(found.kl_mean - 0.1) < 1e-9 and abs(found.nll_teacher_mean - 0.1) < 1e-9
+    totals = group_totals(np.broadcast_to(0.1, 2_000_000), np.repeat(np.arange(4), 500_000))
     assert abs(totals.mean - 0.1) < 1e-9
-    narrow = np.cumsum(np.full(20_000_000, 0.1, np.float32), dtype=np.float32)
-    assert narrow[-1] / 2e7 == pytest.approx(0.1048576, abs=1e-7)
+    narrow = np.float32(0)
+    for _ in range(20):
+        narrow = np.cumsum(np.append(narrow, np.full(count // 20, 0.1, np.float32)), dtype=np.float32)[-1]
+    assert narrow / count == pytest.approx(0.1048576, abs=1e-7)
 
 
 def ties(folder: Path) -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from harness.capture import CaptureWriter, open_capture
 from harness.compare import compare
 from harness.compare.report import markdown
 from harness.engines.hf import TransformersEngine
 from harness.engines.toy import ToyEngine
-from harness.environment import current_source_digest
+from harness.environment import current_source_digest, source_digest
 from harness.errors import CaptureError, IncomparableError, Refused, ScoreError
 from harness.measure import Candidate, Request, measurement_key
 from harness.preflight import check_engine, check_repeat
 from harness.rows import finished_rows, write_row
 from harness.scoring import score_logits, teacher_stats
 from harness.teacher import reproduce
-from harness.types import Hidden, Logits, Row, RowOutputs
+from harness.types import Hidden, Logits, Row
 from tests.compare.fake_arms import World, side
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
@@ -182,53 +182,41 @@ def arithmetic_lane(folder: Path) -> None:
     stored = made.capture(folder, [row], [p], None)
     low = 0.3 * np.exp(-0.05)
     drifted = made.logits(*[(0.6 * (1 - low) / 0.7, low, 0.1 * (1 - low) / 0.7)] * 9)
-    engine = SimpleNamespace(
-        head=None,
-        run=lambda rows, want: [RowOutputs(index=0, echoed_ids_T=row.ids_T, outputs=Logits(logits_TV=drifted))],
-    )
     with pytest.raises(CaptureError, match=r"top1_exact_all_rows, max \|change of NLL\| 0.05 nats"):
-        reproduce(stored, engine, made.panel([row]))  # type: ignore[arg-type]
-    same = SimpleNamespace(
-        head=None, run=lambda rows, want: [RowOutputs(index=0, echoed_ids_T=row.ids_T, outputs=Logits(logits_TV=p))]
-    )
-    found = reproduce(stored, same, made.panel([row]))  # type: ignore[arg-type]
+        reproduce(stored, made.Replay(Logits(logits_TV=drifted)), made.panel([row]))
+    found = reproduce(stored, made.Replay(Logits(logits_TV=p)), made.panel([row]))
     assert found.top1_exact and found.max_nll_change < 1e-6 and found.positions == 8
 
 
 def mutable_code(folder: Path) -> None:
     """Our own source is read again before the receipt is written."""
-    p = made.logits((0.5, 0.5), (0.5, 0.5))
-    with mock.patch("harness.result.current_source_digest", lambda: "another"):
-        with pytest.raises(Refused, match="own code was changed while it ran"):
-            made.receipt(folder / "a", [made.row([0, 1])], [p], [p])
+    assert len(current_source_digest()) == 64
+    p, rows = made.logits((0.5, 0.5), (0.5, 0.5)), [made.row([0, 1])]
+    with pytest.raises(Refused, match="own code was changed while it ran"):
+        made.receipt(folder / "a", rows, [p], [p], source_at_end=lambda: "another")
     assert not (folder / "a" / "run" / "measurement.json").exists()
-    assert (
-        made.receipt(folder / "b", [made.row([0, 1])], [p], [p]).environment["source_sha256"] == current_source_digest()
-    )
+    assert made.receipt(folder / "b", rows, [p], [p]).environment["source_sha256"] == source_digest()
 
 
 def teacher_first(folder: Path) -> None:
     """A stored teacher with one flipped argmax, or an NLL 1 % off, stops before the candidate."""
-    from harness.capture import CaptureWriter, open_capture
-
     generator = torch.Generator().manual_seed(3)
     through = made.head(torch.randn(40, 16, generator=generator))
     row, inputs = made.row(list(range(30))), 0.3 * torch.randn(30, 16, generator=generator)
     right = teacher_stats(inputs[:-1], row.ids_T[1:], through)
     flipped = right.top1.copy()
     flipped[11] = (flipped[11] + 1) % 40
-    for name, stored in (("flip", replace(right, top1=flipped)), ("nll", replace(right, nll=right.nll * 1.01))):
-        with CaptureWriter(
-            folder / name, made.identity(through.sha256), made.panel([row]), through, "hidden", "float32"
-        ) as writer:
+    changed = {"same": right, "flip": replace(right, top1=flipped), "nll": replace(right, nll=right.nll * 1.01)}
+    engine, whole = made.Replay(Hidden(states_TH=inputs), through), made.panel([row])
+    for name, stored in changed.items():
+        with CaptureWriter(folder / name, engine.identity, whole, through, "hidden", "float32") as writer:
             writer.write_row(row, Hidden(states_TH=inputs), stored)
             writer.finish()
-        engine = SimpleNamespace(
-            head=through,
-            run=lambda rows, want: [RowOutputs(index=0, echoed_ids_T=row.ids_T, outputs=Hidden(states_TH=inputs))],
-        )
-        with pytest.raises(CaptureError, match="top-1 differs" if name == "flip" else "the teacher does not reproduce"):
-            reproduce(open_capture(folder / name), engine, made.panel([row]))  # type: ignore[arg-type]
+    assert reproduce(open_capture(folder / "same"), engine, whole).top1_exact
+    with pytest.raises(CaptureError, match="the teacher does not reproduce its capture: .* top-1 differs"):
+        reproduce(open_capture(folder / "flip"), engine, whole)
+    with pytest.raises(CaptureError, match=r"top1_exact_all_rows, max \|change of NLL\| 0.0684 nats"):
+        reproduce(open_capture(folder / "nll"), engine, whole)
 
 
 def response_cache(folder: Path) -> None:

@@ -117,7 +117,7 @@ def small_n_bootstrap(folder: Path) -> None:
     assert {e.method for e in found} == {"t on ln(mean)"}
     covered = np.mean([e.low <= truth <= e.high for e in found])  # type: ignore[operator]
     assert covered >= 0.90 and min(e.low for e in found) > 0  # type: ignore[type-var,operator]
-    thin = [bootstrap_interval(rows(some), method="bca", resamples=2000) for some in means[:200]]
+    thin = [bootstrap_interval(rows(some), method="bca", resamples=1000) for some in means[:200]]
     assert np.mean([e.low <= truth <= e.high for e in thin]) < 0.9  # type: ignore[operator]
     assert {e.note for e in thin} == {"few rows: the bootstrap is not to be trusted"}
 

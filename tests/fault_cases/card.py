@@ -95,6 +95,9 @@ def metadata_loss(folder: Path) -> None:
     assert {key: read[key] for key in keys} == keys and read["license"] == "mit"
     result = read["model-index"][0]["results"][0]
     assert result["dataset"]["revision"] == digits and result["metrics"][0]["args"]["positions"] == 65504
+    # Digits with one "e" are a number to other readers of YAML: they are quoted.
+    power = our_keys(model_name="quant", base_model=None, results=results(revision="1234e567"))
+    assert "revision: '1234e567'" in merged_readme(None, "the block", power)
     bound = results()
     for one in bound:
         one.dataset_split = "served-lower-bound"

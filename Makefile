@@ -11,11 +11,14 @@ A ?=
 B ?=
 RUNS ?=
 DIR ?= reports/card
-.PHONY: help panel compare card bench test lint doctor clean
+SUITE ?= quick
+DATA ?=
+.PHONY: help panel compare tasks card bench test lint doctor clean
 help:
 	@echo "make panel                                   set up, then measure the built-in example"
 	@echo "make panel CANDIDATE=... TEACHER=... PANEL=...  measure your own quant (ROWS=4 for a quick look)"
 	@echo "make compare A=RUN B=RUN                     is B really better than A?"
+	@echo "make tasks CANDIDATE=... SUITE=quick DATA=...   MMLU and GPQA through lm-eval (SUITE=mmlu-dev needs no data)"
 	@echo "make card RUNS='RUN RUN' DIR=reports/card    the model card's tables"
 	@echo "make bench                                   speed and accuracy of the kernels on this machine"
 	@echo "make test | lint | doctor | clean"
@@ -34,6 +37,9 @@ panel: .venv/.ready
 
 compare: .venv/.ready
 	@$(BIN)/fidelity compare $(A) $(B)
+
+tasks: .venv/.ready
+	@$(BIN)/fidelity tasks $(CANDIDATE) --suite $(SUITE) $(if $(DATA),--data $(DATA))
 
 card: .venv/.ready
 	@$(BIN)/fidelity card $(RUNS) -o $(DIR)

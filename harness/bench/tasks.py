@@ -21,10 +21,12 @@ def run(vocab: int, hidden: int, layers: int, questions: int, length: int, round
     """CPU seconds a question and their ratio, for answers of one token and of three."""
     from lm_eval.models.huggingface import HFLM
 
+    from harness.tasks.quiet import quiet_lm_eval
     from harness.tasks.reference_lm import ReferenceLM
 
     model, tokenizer = _model(vocab, hidden, layers), _tokenizer(vocab)
-    theirs: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, max_length=2 * length)
+    with quiet_lm_eval():
+        theirs: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, max_length=2 * length)
     ours = ReferenceLM(_Loaded(model), tokenizer)  # type: ignore[arg-type]
     figures = []
     for tokens in (1, 3):

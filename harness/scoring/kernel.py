@@ -27,7 +27,8 @@ UNROLL = 2
 #: Block lengths handed to the kernels are multiples of it.
 STRIDE = simd.LANES * UNROLL
 #: Order of the results of `pair_sums`.
-MAX_T, MAX_C, S, Q, M, N, A, B, E, F = range(10)
+MAX_T, MAX_C, MAX_U, S, Q, M, N, A, B, E, F = range(11)
+RESULTS = 11
 #: phi(d) / d**2 = EVEN(d**2) + d ODD(d**2) for |d| < 1, highest power first: minimax relative errors 5e-9 and 1e-9.
 EVEN = (2.5333924623525635e-05, 0.0013885812911644084, 0.04166671693482817, 0.5)
 ODD = (2.8061414124279793e-06, 0.00019838122708726574, 0.008333339598402507, 0.166666666472699)
@@ -48,19 +49,25 @@ def _polynomial(u: Vec, coefficients: tuple[float, ...]) -> Vec:
     return y
 
 
-def _pair_step(t: Vec, c: Vec, shifts: tuple[Vec, ...], held: list[Vec], far: bool) -> list[Vec]:
+def _pair_step(t: Vec, c: Vec, shifts: tuple[Vec, ...], held: list[Vec], far: bool, calm: bool) -> list[Vec]:
     st, sc, c0, c0_low = shifts
     at, ac = t - st, c - sc
-    p, q = simd.exp(at), simd.exp(ac)
     d = _difference(t, c, c0, c0_low) if far else (c - t) - c0
     u = d * d
     even, odd = _polynomial(u, EVEN), _polynomial(u, ODD)
-    pd, qd, gap, small = p * d, q * d, q - p, u.below(1.0)
-    forward = ((p * u) * d.fma(odd, even)).where(small, gap - pd)
-    backward = ((q * u) * (-d).fma(odd, even)).where(small, qd - gap)
+    p = simd.exp(at)
+    pd = p * d
+    forward = (p * u) * d.fma(odd, even)
+    q = (p + pd) + forward if calm else simd.exp(ac)
+    qd = q * d
+    backward = (q * u) * (-d).fma(odd, even)
+    if not calm:
+        small, gap = u.below(1.0), q - p
+        forward, backward = forward.where(small, gap - pd), backward.where(small, qd - gap)
     return [
         t.larger(held[MAX_T]),
         c.larger(held[MAX_C]),
+        u.larger(held[MAX_U]),
         held[S] + p,
         held[Q] + q,
         held[M] + pd,
@@ -76,7 +83,7 @@ def _data(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value) -> ir
     return context.make_array(kind)(context, builder, array).data
 
 
-def _pair_sums(far: bool) -> Any:
+def _pair_sums(far: bool, calm: bool) -> Any:
     def pair_sums(typingctx, t, c, count, shifts, out):  # type: ignore[no-untyped-def]
         signature = types.void(t, c, types.intp, types.Tuple([types.float32] * 4), out)
 
@@ -86,9 +93,9 @@ def _pair_sums(far: bool) -> Any:
 
             def step(place: ir.Value, held: list[Vec]) -> list[Vec]:
                 t, c = simd.load(builder, t_data, place), simd.load(builder, c_data, place)
-                return _pair_step(t, c, shifts, held, far)
+                return _pair_step(t, c, shifts, held, far, calm)
 
-            simd.accumulate(builder, args[2], 2, 8, step, out_data, UNROLL)
+            simd.accumulate(builder, args[2], 3, 8, step, out_data, UNROLL)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -96,11 +103,12 @@ def _pair_sums(far: bool) -> Any:
     return intrinsic(pair_sums)
 
 
-#: ``out[:10]`` (float64) = the block's maxima and sums over ``t[:count]`` and ``c[:count]`` (fp32, contiguous).
-#: ``shifts``: fp32 ``(st, sc, c0, c0_low)``, c0 in two parts. ``count`` is a positive multiple of ``STRIDE``.
-#: An entry of NaN or infinity leaves a non-finite M. `near_sums` is for a c0 of at most ``NEAR``, `far_sums` for any.
-near_sums = _pair_sums(far=False)
-far_sums = _pair_sums(far=True)
+#: ``out[:RESULTS]`` (float64) = the block's maxima (of t, c and d**2) and sums over ``t[:count]`` and ``c[:count]``
+#: (fp32, contiguous). ``shifts``: fp32 ``(st, sc, c0, c0_low)``, c0 in two parts. ``count`` is a positive multiple of
+#: ``STRIDE``. An entry of NaN or infinity leaves a non-finite M. The near ones are for a c0 of at most ``NEAR``, the
+#: far ones for any. The calm ones take q from ``p e^d``, which saves an exp and is right where all ``|d| < 1``.
+near_sums, near_calm_sums = _pair_sums(far=False, calm=False), _pair_sums(far=False, calm=True)
+far_sums, far_calm_sums = _pair_sums(far=True, calm=False), _pair_sums(far=True, calm=True)
 #: From here on the rounding of ``c - t`` is felt in the smallest divergences.
 NEAR = 0.25
 

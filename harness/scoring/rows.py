@@ -83,26 +83,40 @@ def _note_tops(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray) -
 
 
 @numba.njit(nogil=True)
+def _lane_sums(t: np.ndarray, c: np.ndarray, shift_t: float, c0: float, calm: bool, sums: np.ndarray) -> None:
+    """Sum a block with the kernel that suits it."""
+    high = np.float32(c0)
+    shifts = (np.float32(shift_t), np.float32(shift_t + c0), high, np.float32(c0 - high))
+    if abs(c0) <= k.NEAR:
+        if calm:
+            k.near_calm_sums(t, c, len(t), shifts, sums)
+        else:
+            k.near_sums(t, c, len(t), shifts, sums)
+    elif calm:
+        k.far_calm_sums(t, c, len(t), shifts, sums)
+    else:
+        k.far_sums(t, c, len(t), shifts, sums)
+
+
+@numba.njit(nogil=True)
 def _lane_block(t: np.ndarray, c: np.ndarray, first_id: int, state: np.ndarray, sums: np.ndarray) -> bool:
     """Add a block through the fp32 lanes; False, and nothing added, where it holds something special."""
-    for _ in range(2):
-        shift_t, c0 = shift(state[slot.TOP_T]), state[slot.C0]
-        high, shift_c = np.float32(c0), np.float32(shift_t + c0)
-        parts = (np.float32(shift_t), shift_c, high, np.float32(c0 - high))
-        if abs(c0) > k.NEAR:
-            k.far_sums(t, c, len(t), parts, sums)
-        else:
-            k.near_sums(t, c, len(t), parts, sums)
+    while True:
+        shift_t, c0, calm = shift(state[slot.TOP_T]), state[slot.C0], state[slot.CALM] > 0.0
+        _lane_sums(t, c, shift_t, c0, calm, sums)
         top_t, top_c = max(sums[k.MAX_T], state[slot.TOP_T]), max(sums[k.MAX_C], state[slot.TOP_C])
         if top_t == math.inf or top_c == math.inf:
             return False
-        if top_t == state[slot.TOP_T] and top_c == state[slot.TOP_C]:
+        if top_t > state[slot.TOP_T] or top_c > state[slot.TOP_C]:
+            # A larger logit: move the state to shifts that suit it, and sum the block again.
+            mass, moment = state[slot.SUM_S], state[slot.SUM_M]
+            if max(top_t - shift_t, top_c - (shift_t + c0)) < RANGE:
+                mass, moment = mass + sums[k.S], moment + sums[k.M]
+            move(state, top_t, top_c, centre(top_t, top_c, c0, mass, moment))
+            continue
+        state[slot.CALM] = sums[k.MAX_U] < 1.0
+        if state[slot.CALM] > 0.0 or not calm:
             break
-        # A larger logit: move the state to shifts that suit it, and sum the block again.
-        mass, moment = state[slot.SUM_S], state[slot.SUM_M]
-        if max(top_t - shift_t, top_c - shift_c) < RANGE:
-            mass, moment = mass + sums[k.S], moment + sums[k.M]
-        move(state, top_t, top_c, centre(top_t, top_c, c0, mass, moment))
     if not math.isfinite(sums[k.M] + sums[k.N] + sums[k.A] + sums[k.B] + sums[k.E] + sums[k.F]):
         return False
     for i in range(8):
@@ -216,8 +230,9 @@ def _top_ids(row: np.ndarray, brain: bool, tops: np.ndarray, buffer: np.ndarray)
 
     They all lie in the ``TOP`` blocks of the largest maxima: every other entry has as many before it.
     """
-    best = np.full(TOP, -np.inf, np.float32)
-    ids = np.full(TOP, -1)
+    best, ids = np.empty(TOP, np.float32), np.empty(TOP, np.int64)
+    for i in range(TOP):
+        best[i], ids[i] = -np.inf, -1
     wanted = _largest_blocks(tops)
     for block in range(len(tops)):
         if not wanted[block]:
@@ -281,7 +296,7 @@ def _score_rows(
 ) -> None:
     """See `score_rows`."""
     first, width = columns[0], columns[1] - columns[0]
-    buffers, sums = np.empty((2, BLOCK), np.float32), np.empty(10)
+    buffers, sums = np.empty((2, BLOCK), np.float32), np.empty(k.RESULTS)
     tops = np.empty((2, (width + BLOCK - 1) // BLOCK), np.float32)
     for row in range(len(teacher)):
         side_t = teacher[row, starts[0] : starts[0] + width]

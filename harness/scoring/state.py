@@ -3,7 +3,7 @@
 One float64 array of ``SLOTS`` numbers a position. The sums are those of `harness.scoring.kernel`, with ``st`` at the
 teacher's largest finite logit so far and ``c0`` at the mean of ``c - t`` when that was found. ``LOST_T`` is the largest
 teacher logit where the candidate has -inf (its KL is infinite when that entry has any probability), ``LOST_C`` the
-reverse.
+reverse. ``CALM`` says that the last block's logits differed by less than 1 from c0.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 (
     TOP_T, TOP_C, C0, SUM_S, SUM_Q, SUM_M, SUM_N, SUM_A, SUM_B, SUM_E, SUM_F,
-    ID_T, ID_C, TIES_T, TIES_C, JOINT, BAD_T, BAD_C, LOST_T, LOST_C, AT_T, AT_C,
-) = range(22)  # fmt: skip
-SLOTS = 22
+    ID_T, ID_C, TIES_T, TIES_C, JOINT, BAD_T, BAD_C, LOST_T, LOST_C, AT_T, AT_C, CALM,
+) = range(23)  # fmt: skip
+SLOTS = 23
 REACH = 30.0
 
 
@@ -28,6 +28,7 @@ def fresh(rows: int) -> np.ndarray:
     state[:, [ID_T, ID_C]] = -1.0
     state[:, [TOP_T, TOP_C, LOST_T, LOST_C]] = -np.inf
     state[:, [AT_T, AT_C]] = np.nan
+    state[:, CALM] = 1.0
     return state
 
 

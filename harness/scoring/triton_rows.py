@@ -173,6 +173,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     # In the order of the slots of `harness.scoring.state`, which a test compares.
     state_ptr += row * SLOTS
     _save(state_ptr, top_t, top_c, c0, s, q, m, n, a, b, e, f)
+    tl.store(state_ptr + 22, zero)
     _save(state_ptr + 11, id_t, id_c, ties_t, ties_c, joint, bad_t, bad_c, lost_t, lost_c, own_t, own_c)
 
 

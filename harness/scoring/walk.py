@@ -162,7 +162,8 @@ class _Job:
         else:
             hidden = max(source.matrix.shape[1] for source in self.sources if source.head is not None)
             step = _positions(min(MOST_ROWS, STATE_BYTES // (4 * hidden)), sides)
-            width = -(-self.threads * tile_width(hidden) // rows.BLOCK) * rows.BLOCK
+            tiles = max(self.threads, 2)
+            width = -(-tiles * tile_width(hidden) // rows.BLOCK) * rows.BLOCK
         for low in range(0, len(self.targets_T), step):
             self._block(slice(low, min(low + step, len(self.targets_T))), width, wide)
         return self._walked()
@@ -190,7 +191,7 @@ class _Job:
 
     def _share_out(self, parts: tuple[Part, Part], columns: tuple[int, int], at: slice) -> None:
         count = at.stop - at.start
-        share = -(-count // (4 * self.threads))
+        share = count if self.threads == 1 else -(-count // (4 * self.threads))
 
         def score(low: int) -> None:
             some = slice(low, min(low + share, count))

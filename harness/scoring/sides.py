@@ -19,7 +19,7 @@ from harness.scoring.blas import GROUP, Blas
 from harness.types import Head
 
 #: fp32 bytes of a tile of the weight, one per thread.
-TILE_BYTES = 4 << 20
+TILE_BYTES = 8 << 20
 MOST_TILE = 1024
 
 #: Runs a function over items, in parallel or not; returns when all are done.

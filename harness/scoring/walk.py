@@ -2,17 +2,19 @@
 
 Positions are taken in blocks, the vocabulary in strips. Two plans:
 
-* streaming: up to 1,008 rows of hidden states and a narrow strip at a time. The head is widened least often, but total
+* streaming: up to 1,056 rows of hidden states and a narrow strip at a time. The head is widened least often, but total
   variation and ranks need normalisers that are known only at the end, and the logits are gone by then;
-* second pass: as many positions as let all of their logits stay in 44 MB. With a vocabulary of 49,152 that costs under
-  a tenth more, so it is the default; with 154,880 the products get so small (72 rows) that it costs about half as much
-  again, so it has to be asked for. From logits the second pass costs 40 %, and has to be asked for too.
+* second pass: as many positions as let all of their logits stay in 44 MB, so that no product is made twice. The
+  products are of fewer rows then (216 with a vocabulary of 49,152, 72 with 154,880), and the logits leave the cache:
+  it costs a fifth to a quarter more with 49,152 and about half more with 154,880. From logits it costs 15 to 60 %.
 
-Extra memory: at most 17 MB of hidden states, 4 MB of head a thread, and the strip.
+So the second pass is on by default only where products of ``ENOUGH_ROWS`` rows fit, and has to be asked for elsewhere.
+Extra memory: at most 18 MB of hidden states, 8 MB of head a thread, and the strip (4 MB a thread, or the 44 MB).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +30,11 @@ from harness.scoring.sides import HeadStrip, Part, Run, normed, patterns, tile_w
 from harness.scoring.state import fresh
 from harness.types import Head
 
-MOST_ROWS = 84 * GROUP
+MOST_ROWS = 88 * GROUP
 STATE_BYTES = 17 << 20
 STRIP_BYTES = 44 << 20
 #: Rows of hidden states in one product from which the second pass costs under 25 %.
-ENOUGH_ROWS = 192
+ENOUGH_ROWS = 256
 #: Rows of logits a thread takes at a time.
 SHARE = 4
 
@@ -164,6 +166,7 @@ class _Job:
             step = _positions(min(MOST_ROWS, STATE_BYTES // (4 * hidden)), sides)
             tiles = max(self.threads, 2)
             width = -(-tiles * tile_width(hidden) // rows.BLOCK) * rows.BLOCK
+        step = _even(len(self.targets_T), step)
         for low in range(0, len(self.targets_T), step):
             self._block(slice(low, min(low + step, len(self.targets_T))), width, wide)
         return self._walked()
@@ -231,3 +234,9 @@ def _as_tensor(part: Part) -> torch.Tensor:
 def _positions(stacked: int, sides: int) -> int:
     """Positions of a block of ``stacked`` rows; a multiple of ``GROUP``, at least one."""
     return max(stacked // sides // GROUP, 1) * GROUP
+
+
+def _even(count: int, most: int) -> int:
+    """Positions of a block so that blocks of at most ``most`` come out alike, not with a small one at the end."""
+    blocks = math.ceil(count / most)
+    return math.ceil(count / blocks / GROUP) * GROUP

@@ -20,7 +20,7 @@ from harness.types import Head
 
 #: fp32 bytes of a tile of the weight, one per thread.
 TILE_BYTES = 8 << 20
-MOST_TILE = 1024
+MOST_TILE = 2048
 
 #: Runs a function over items, in parallel or not; returns when all are done.
 Run = Callable[[Callable[[int], None], Iterable[int]], None]

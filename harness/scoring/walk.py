@@ -9,7 +9,7 @@ Positions are taken in blocks, the vocabulary in strips. Two plans:
   it costs a fifth to a quarter more with 49,152 and about half more with 154,880. From logits it costs 15 to 60 %.
 
 So the second pass is on by default only where products of ``ENOUGH_ROWS`` rows fit, and has to be asked for elsewhere.
-Extra memory: at most 18 MB of hidden states, 8 MB of head a thread, and the strip (4 MB a thread, or the 44 MB).
+Extra memory: at most 18 MB of hidden states, 8 MB of head a thread, and the strip (9 MB a thread, or the 44 MB).
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class _Job:
             parts = tuple(self._matrix_part(source, at, 0) for source in self.sources)
             self._score((parts[0], parts[1]), (0, self.vocab_size), at)
             for side, source in enumerate(self.sources):
-                self._pad(side, source.matrix[at, self.vocab_size :], self.vocab_size, at)
+                if source.width > self.vocab_size:
+                    self._pad(side, source.matrix[at, self.vocab_size :], self.vocab_size, at)
 
         self.run(share, range(0, len(self.targets_T), SHARE))
         return self._walked()
@@ -164,8 +165,7 @@ class _Job:
         else:
             hidden = max(source.matrix.shape[1] for source in self.sources if source.head is not None)
             step = _positions(min(MOST_ROWS, STATE_BYTES // (4 * hidden)), sides)
-            tiles = max(self.threads, 2)
-            width = -(-tiles * tile_width(hidden) // rows.BLOCK) * rows.BLOCK
+            width = -(-self.threads * tile_width(hidden) // rows.BLOCK) * rows.BLOCK
         step = _even(len(self.targets_T), step)
         for low in range(0, len(self.targets_T), step):
             self._block(slice(low, min(low + step, len(self.targets_T))), width, wide)

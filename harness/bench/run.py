@@ -19,6 +19,7 @@ from harness.bench import (
     memory,
     resampling,
     streaming_speed,
+    tasks,
     through_head,
 )
 from harness.bench.figure import Figure, Section
@@ -42,6 +43,7 @@ class Sizes:
     memory: tuple[list[int], list[int], int, int]
     streaming: tuple[int, int, int, int]
     resamples: tuple[int, int, int]
+    tasks: tuple[int, int, int, int, int, int]
     rounds: int
 
 
@@ -55,6 +57,7 @@ FULL = Sizes(
     memory=([8, 32, 128], [49_152, 154_880], 65, 64),
     streaming=(512, 12, 8, 256),
     resamples=(512, 10_000, 40),
+    tasks=(8192, 256, 6, 8, 160, 3),
     rounds=5,
 )
 TINY = Sizes(
@@ -67,6 +70,7 @@ TINY = Sizes(
     memory=([2], [512, 1024], 9, 16),
     streaming=(64, 2, 2, 16),
     resamples=(16, 200, 4),
+    tasks=(64, 64, 1, 2, 16, 1),
     rounds=1,
 )
 
@@ -122,6 +126,11 @@ def cases(sizes: Sizes, folder: Path) -> list[Case]:
             section="bootstrap",
             title=f"bootstrap, {resamples}",
             work=partial(resampling.run, *sizes.resamples, sizes.rounds),
+        ),
+        Case(
+            section="tasks",
+            title="answers to {3} questions of about {4} tokens, one thread".format(*sizes.tasks),
+            work=partial(tasks.run, *sizes.tasks),
         ),
     ]
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 def bench(
     only: Annotated[
         list[str] | None,
-        typer.Option(help="logits, head, accuracy, exl3, store, memory, streaming or bootstrap; may be repeated."),
+        typer.Option(
+            help="logits, head, accuracy, exl3, store, memory, streaming, bootstrap or tasks; may be repeated."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it runs, its figures mean nothing.")] = False,
     out: Annotated[Path, typer.Option(help="Where to write the figures as JSON.")] = Path("reports/bench.json"),

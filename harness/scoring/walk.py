@@ -36,7 +36,7 @@ STRIP_BYTES = 44 << 20
 #: Rows of hidden states in one product from which the second pass costs under 25 %.
 ENOUGH_ROWS = 256
 #: Rows of logits a thread takes at a time.
-SHARE = 4
+SHARE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,3 +123,46 @@ def test_own_heads_show_a_quantised_head() -> None:
     shared = score_hidden(states, states, targets, teacher_head=head(weight), candidate_head=head(weight))
     assert (own.kl > 1e-4).all()
     assert (shared.kl == 0).all() and (shared.tv == 0).all() and shared.agree.all()
+
+
+def test_a_padding_column_is_never_top() -> None:
+    """B8: the largest logit of all lies on padding; no choice, tie or rank sees it."""
+    teacher, candidate = torch.zeros(1, 40), torch.zeros(1, 40)
+    teacher[0, 5] = candidate[0, 5] = 2.0
+    teacher[0, 33] = candidate[0, 33] = 9.0
+    scores = score_logits(teacher, candidate, np.array([0]), vocab_size=33, second_pass=True)
+    assert scores.top1_teacher[0] == scores.top1_candidate[0] == 5 and scores.rank[0] == 1
+    assert scores.outside_teacher[0] == pytest.approx((6 + math.e**9) / (38 + math.e**2 + math.e**9), rel=1e-6)
+
+
+def test_centred_half_logits_are_fine_enough_to_store() -> None:
+    """A23: the capture's fp16 of (logit - largest) against the logits themselves, log-probabilities down to -40."""
+    teacher = torch.linspace(-40, 0, 5000).repeat(2, 1) + torch.tensor([[0.0], [17.3]])
+    stored = (teacher - teacher.amax(-1, keepdim=True)).half()
+    scores = score_logits(teacher, stored, np.array([0, 4999]))
+    assert (scores.kl < 1e-6).all()
+    np.testing.assert_allclose(scores.nll_candidate, scores.nll_teacher, atol=2e-2)
+
+
+def test_a_tiny_kl_is_kept_raw_and_not_negative_beyond_rounding() -> None:
+    """A24: differences of one unit in the last place; nothing is clamped, nothing is below -1e-15."""
+    generator = torch.Generator().manual_seed(3)
+    teacher = torch.randn(200, 3000, generator=generator) * 3
+    candidate = torch.nextafter(teacher, torch.full_like(teacher, math.inf))
+    scores = score_logits(teacher, candidate, np.zeros(200, int))
+    assert (scores.kl >= -1e-15).all() and (scores.kl < 1e-12).all() and (scores.kl != 0).any()
+
+
+def test_masks_of_finite_size() -> None:
+    """A16: the least fp32 number and -1e4 as masks: a probability of zero, never a term of p times 1e38 or 1e4."""
+    teacher = torch.randn(3, 2000, generator=torch.Generator().manual_seed(4))
+    masked = teacher.clone()
+    masked[:, 100:140] = torch.finfo(torch.float32).min
+    also = teacher.clone()
+    also[:, 100:140] = -1e4
+    scores = score_logits(masked, also, np.zeros(3, int), second_pass=True)
+    assert (np.abs(scores.kl) < 1e-12).all() and (np.abs(scores.kl_reverse) < 1e-12).all() and (scores.tv < 1e-12).all()
+    gone = teacher.clone()
+    gone[:, 100:140] = -torch.inf
+    scores = score_logits(masked, gone, np.zeros(3, int), second_pass=True)
+    assert (np.abs(scores.kl) < 1e-12).all() and (scores.nonfinite_candidate == 0).all()

@@ -26,7 +26,7 @@ class Capabilities:
     """What a probe found that a server can do.
 
     ``context`` and ``max_logprobs`` are None where the server does not tell them; ``max_logprobs`` is -1 where it sets
-    no cap. ``fixed_ids`` says whether it scores ids of our choice; ``note`` is one line about why it does not, or empty.
+    no cap. ``fixed_ids`` says whether it scores ids of our choice; ``note`` is one line about why not, or empty.
     """
 
     software: str

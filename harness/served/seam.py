@@ -62,6 +62,12 @@ class ServedRow:
 class ServedEngine(Protocol):
     """A server that has been probed. ``run`` keeps several requests in flight and yields rows in the order given.
 
+    ``temperature`` is sent as the request's sampling temperature. It must not move a log-probability of the prompt:
+    only the preflight sends another than 0, to see that it does not.
+
+    ``identity.settings`` holds what the server tells of itself, `UNKNOWN` where it does not tell. The preflight reads
+    ``speculative`` (a method's name, or None), ``chunk_tokens`` (of chunked prefill) and ``prefix_cache`` (a bool).
+
     Raises of ``run``: `harness.errors.EngineError` when an answer is not what was asked for, or when the server is
     gone; rows yielded before that are good, and the same call goes on from there.
     """
@@ -72,4 +78,6 @@ class ServedEngine(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def run(self, rows: Sequence[Row], *, k: int, ask: Ask | None = None) -> Iterator[ServedRow]: ...
+    def run(
+        self, rows: Sequence[Row], *, k: int, ask: Ask | None = None, temperature: float = 0.0
+    ) -> Iterator[ServedRow]: ...

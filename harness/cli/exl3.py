@@ -1,4 +1,4 @@
-"""``fidelity exl3 inspect|quantize``."""
+"""``fidelity exl3 inspect|quantize|decode``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look into EXL3 checkpoints, and make small ones.", no_args_is_help=True)
 app.command()(quantize)
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `inspect` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -44,6 +39,21 @@ def inspect(
     console = Console()
     for part in census_tables(census):
         console.print(part)
+
+
+@app.command()
+def decode(
+    source: Annotated[Path, typer.Argument(help="EXL3 checkpoint folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="float32 (every value kept), bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write the decoded weights as a plain folder, to serve them with an engine that has no EXL3 kernels."""
+    from harness.errors import UsageError
+    from harness.exl3.dense import decode_checkpoint
+
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype}", "choose float32, bfloat16 or float16")
+    print(f"dense weights in {decode_checkpoint(source, out, dtype)}")
 
 
 def _open(source: str, revision: str | None) -> Checkpoint:

@@ -23,7 +23,7 @@ from harness.panel import ensure_built
 from harness.preflight import check_echo, check_probe, check_support, probe_of
 from harness.progress import phase
 from harness.receipt import Check, Measurement, Role, load_measurement
-from harness.result import build_measurement
+from harness.result import build_measurement, exact_scoring
 from harness.rows import finished_rows, join_rows, write_row
 from harness.score_row import score_row
 from harness.store import folder_lock, require_space, write_json
@@ -189,9 +189,11 @@ def _run(
         panel=panel,
         rows=rows,
         capture=capture,
-        engine=engine,
+        identity=engine.identity,
+        scoring=exact_scoring(capture, engine),
         key=key,
         checks=checks,
+        name=candidate.located.name,
         candidate=candidate.located,
         panel_folder=request.panel,
         role=candidate.role,

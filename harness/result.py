@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,11 +22,20 @@ from harness.registration import with_registration
 from harness.rows import drop_row_files, scores_of
 from harness.stats.bootstrap import mean_kl_interval
 from harness.stats.influence import group_totals, t_interval
-from harness.types import Engine, EngineIdentity, Panel, Row, Scores
+from harness.types import Engine, EngineIdentity, Estimator, Panel, Row, Scores
 
 #: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
 OUTSIDE = 1e-6
 SAME_MODEL = "KL is exactly 0 at every position: candidate and teacher are the same model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additions:
+    """What an estimator that is not exact adds to a receipt."""
+
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def build_measurement(
@@ -36,15 +45,27 @@ def build_measurement(
     panel: Panel,
     rows: Sequence[Row],
     capture: Capture,
-    engine: Engine,
+    identity: EngineIdentity,
+    scoring: Mapping[str, Any],
     key: str,
     checks: list[Check],
-    candidate: ModelFolder,
+    name: str,
+    candidate: ModelFolder | None,
     panel_folder: Path,
     role: Role = "candidate",
     notes: Sequence[str] = (),
+    estimator: Estimator = "exact",
+    more: Additions | None = None,
 ) -> Measurement:
-    """Make the receipt of a run whose positions are all there, and write it last."""
+    """Make the receipt of a run whose positions are all there, and write it last.
+
+    Args:
+        identity: of what ran the candidate.
+        scoring: how the two sides were brought together; see `exact_scoring`.
+        candidate: where the candidate's files are, to count their bits; None where only a server has them.
+        more: what the estimator says besides the numbers of every measurement.
+    """
+    more = more or Additions()
     scores, row_N = scores_of(table), table["row"].to_numpy()
     counts = summary.counts(scores)
     _refuse_unnormalised(counts)
@@ -52,22 +73,24 @@ def build_measurement(
     entries = [capture.entry(row.index) for row in rows]
     measurement = Measurement(
         key=key,
-        name=candidate.name,
+        name=name,
         role=role,
         status=_status(counts, len(rows), len(panel.rows)),
-        estimator="exact",
-        lane=engine.identity.lane,
+        estimator=estimator,
+        lane=identity.lane,
         rows_measured=len(rows),
         rows_planned=len(panel.rows),
         positions=len(scores),
         panel=panel_identity(panel),
         teacher=_side(capture.identity, capture_sha256=capture_digest(capture.manifest.key, entries)),
-        candidate=_side(engine.identity, **({} if role == "anchor" else _census(candidate))),
-        scoring=_scoring(capture, engine),
-        summary=summary.summarise(scores, row_N, table["position"].to_numpy()) | _finite_only(scores, counts),
-        intervals=intervals(scores, row_N, panel),
+        candidate=_side(identity, **({} if role == "anchor" or candidate is None else _census(candidate))),
+        scoring=dict(scoring),
+        summary=summary.summarise(scores, row_N, table["position"].to_numpy())
+        | _finite_only(scores, counts)
+        | dict(more.summary),
+        intervals=intervals(scores, row_N, panel) | dict(more.intervals),
         per_row=[summary.row_summary(panel, row.index, _rows_of(scores, row_N, row.index)) for row in rows],
-        counts=counts,
+        counts=counts | dict(more.counts),
         preflight=checks,
         environment=environment() | {"source_sha256": source_digest()},
         positions_sha256=file_digest(folder / "positions.parquet"),
@@ -157,7 +180,8 @@ def _census(candidate: ModelFolder) -> dict[str, object]:
     return {"bytes": found.bytes, "bits_per_weight": found.bits_per_weight}
 
 
-def _scoring(capture: Capture, engine: Engine) -> dict[str, object]:
+def exact_scoring(capture: Capture, engine: Engine) -> dict[str, Any]:
+    """How two full distributions are brought together: which heads, over how many tokens."""
     own, theirs = engine.head, capture.head
     policy = "logits" if own is None or theirs is None else "own head on each side"
     equal = bool(own and theirs and own.sha256 == theirs.sha256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from harness.types import SCORE_DTYPES, Panel, Row, Scores
 _KEY = b"measurement"
 
 
-def row_table(row: Row, scores: Scores) -> pa.Table:
-    """Columns row, position, target and every array of `Scores`."""
+def row_table(row: Row, scores: Scores, extras: Mapping[str, np.ndarray] | None = None) -> pa.Table:
+    """Columns row, position, target, every array of `Scores`, and ``extras`` as they are."""
     positions = len(row.ids_T) - 1
     columns: dict[str, Any] = {
         "row": np.full(positions, row.index, dtype=np.int32),
@@ -27,12 +27,15 @@ def row_table(row: Row, scores: Scores) -> pa.Table:
         "target": np.asarray(row.ids_T[1:], dtype=np.int32),
     }
     columns |= {name: np.asarray(getattr(scores, name), dtype=dtype) for name, dtype in SCORE_DTYPES.items()}
-    return pa.table(columns)
+    return pa.table(columns | dict(extras or {}))
 
 
-def write_row(folder: Path, key: str, row: Row, scores: Scores) -> None:
-    """Store the scores of one row, marked with the measurement that they belong to."""
-    table = row_table(row, scores).replace_schema_metadata({_KEY: key.encode()})
+def write_row(folder: Path, key: str, row: Row, scores: Scores, extras: Mapping[str, np.ndarray] | None = None) -> None:
+    """Store the scores of one row, marked with the measurement that they belong to.
+
+    ``extras`` are columns of an estimator that is not exact, each with an entry per scored position.
+    """
+    table = row_table(row, scores, extras).replace_schema_metadata({_KEY: key.encode()})
     write_table(folder / f"row-{row.index:04d}.parquet", table, compression="zstd")
 
 

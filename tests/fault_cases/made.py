@@ -17,7 +17,7 @@ from harness.engines.models import ModelFolder
 from harness.environment import source_digest
 from harness.panel.seal import Lock, LockCounts, LockRow, LockTokenizer, panel_digest, write_seal
 from harness.receipt import Measurement
-from harness.result import build_measurement
+from harness.result import build_measurement, exact_scoring
 from harness.rows import join_rows, write_row
 from harness.score_row import score_row
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, Row, RowOutputs, Scores, Want
@@ -132,9 +132,11 @@ def receipt(
             panel=whole,
             rows=rows,
             capture=stored,
-            engine=engine,  # type: ignore[arg-type]
+            identity=engine.identity,
+            scoring=exact_scoring(stored, engine),  # type: ignore[arg-type]
             key=KEY,
             checks=[],
+            name="quant",
             candidate=checkpoint(folder / "quant"),
             panel_folder=sealed(folder / "panel", whole),
         )

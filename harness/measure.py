@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from harness.capture import Capture, open_capture
 from harness.digest import file_digest, json_digest
@@ -30,6 +31,8 @@ from harness.store import folder_lock, require_space, write_json
 from harness.teacher import MODELS, Reproduction, TeacherModel, ensure_capture, find_teacher, load_teacher
 from harness.types import Engine, Panel, Row
 
+#: What runs the candidate in this process: our own reference, or an engine that people deploy.
+EngineName = Literal["reference", "exllamav3", "llamacpp", "vllm-local"]
 REPORTS = Path("reports")
 #: Rough bytes that a scored position takes in positions.parquet and its row file together.
 BYTES_PER_POSITION = 300
@@ -49,6 +52,7 @@ class Request:
     device: str | None = None
     packed: bool = False
     memory_budget: MemoryBudget = None
+    engine: EngineName = "reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +90,12 @@ def measure(request: Request) -> Result:
 
 def measure_against(request: Request, candidate: Candidate, teacher: TeacherModel | Capture, panel: Panel) -> Result:
     """Measure what was found, or give back the finished measurement; ``request`` says how, not what."""
-    rows = _chosen(panel, request.rows)
+    rows = chosen(panel, request.rows)
     key = measurement_key(request, panel, rows, teacher, candidate)
     part = "" if len(rows) == len(panel.rows) else f"-rows{len(rows)}"
     folder = request.out or REPORTS / f"{candidate.located.name.replace(' ', '-')}--{panel.name}--{key[:8]}{part}"
     with folder_lock(folder):
-        done = _finished(folder, key)
+        done = finished(folder, key)
         if done:
             return Result(folder=folder, measurement=done, reused=True)
         return Result(
@@ -126,6 +130,7 @@ def measurement_key(
             "variant": dict(candidate.variant),
             "compute": request.compute,
             "packed": request.packed,
+            "engine": request.engine,
             "device": request.device,
             "source": source_digest(),
             "environment": environment(),
@@ -133,13 +138,15 @@ def measurement_key(
     )
 
 
-def _chosen(panel: Panel, count: int | None) -> Sequence[Row]:
+def chosen(panel: Panel, count: int | None) -> Sequence[Row]:
+    """The first ``count`` rows, or all."""
     if count is not None and not 1 <= count <= len(panel.rows):
         raise UsageError(f"--rows {count}: panel {panel.name} has {len(panel.rows)} rows", "ask for 1 up to that many")
     return panel.rows[:count]
 
 
-def _finished(folder: Path, key: str) -> Measurement | None:
+def finished(folder: Path, key: str) -> Measurement | None:
+    """The measurement of this key where it is finished and undamaged; None where the folder holds none."""
     if not (folder / "measurement.json").is_file():
         return None
     found = load_measurement(folder)
@@ -168,7 +175,7 @@ def _run(
 ) -> Measurement:
     started = time.time()
     require_space(folder, sum(len(row.ids_T) for row in rows) * BYTES_PER_POSITION, "this measurement")
-    capture, reproduction = _captured(teacher, panel, rows, request)
+    capture, reproduction = captured(teacher, panel, rows, request.device, request.memory_budget)
     engine = open_engine(
         candidate.located,
         compute=request.compute,
@@ -181,7 +188,7 @@ def _run(
         tokenizer_sha256=candidate.tokenizer_sha256,
     )
     checks, tokens = _check_and_score(folder / "rows", key, engine, capture, rows)
-    checks.append(_reproduction_check(reproduction))
+    checks.append(reproduction_check(reproduction))
     table = join_rows(folder, panel, rows, key)
     measurement = build_measurement(
         folder,
@@ -212,16 +219,22 @@ def _run(
     return measurement
 
 
-def _captured(
-    teacher: TeacherModel | Capture, panel: Panel, rows: Sequence[Row], request: Request
+def captured(
+    teacher: TeacherModel | Capture,
+    panel: Panel,
+    rows: Sequence[Row],
+    device: str | None = None,
+    memory_budget: MemoryBudget = None,
 ) -> tuple[Capture, Reproduction | None]:
+    """The teacher's outputs of these rows: stored ones, or those of its weights, reproduced first where they are."""
     if isinstance(teacher, TeacherModel):
-        return ensure_capture(teacher, panel, rows, device=request.device, memory_budget=request.memory_budget)
+        return ensure_capture(teacher, panel, rows, device=device, memory_budget=memory_budget)
     teacher.require_panel(panel)
     return teacher, None
 
 
-def _reproduction_check(reproduction: Reproduction | None) -> Check:
+def reproduction_check(reproduction: Reproduction | None) -> Check:
+    """The line about the teacher's own capture."""
     name = "the teacher reproduces its capture"
     if reproduction is None:
         return Check(name=name, passed=True, figure="captured in this run, or its weights are not here")

@@ -11,7 +11,7 @@ from pathlib import Path
 #: Libraries whose version can move a digit.
 LIBRARIES = ("torch", "numpy", "numba", "transformers", "scipy", "pyarrow")
 #: Our own files that can: what runs models, decodes weights, stores outputs and scores them.
-SOURCES = ("engines", "exl3", "capture", "scoring", "score_row.py", "summary.py", "anchor.py", "floor.py")
+SOURCES = ("engines", "exl3", "capture", "scoring", "served", "score_row.py", "summary.py", "anchor.py", "floor.py")
 
 
 def environment() -> dict[str, str]:

@@ -99,6 +99,6 @@ def require_same_weights(model: str, teacher_sha256: str, candidate_sha256: str)
     """A floor is a model against itself."""
     if teacher_sha256 != candidate_sha256:
         raise Refused(
-            f"the floor of {model}: the capture is of {teacher_sha256[:12]}, the served folder is {candidate_sha256[:12]}",
+            f"the floor of {model}: the capture is of {teacher_sha256[:12]}, what is served of {candidate_sha256[:12]}",
             "name the same model for both, or measure it as a candidate",
         )

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-
 from harness.capture import Capture, open_capture
 from harness.digest import json_digest
 from harness.engines.models import locate

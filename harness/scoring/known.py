@@ -38,7 +38,8 @@ class TopAndTail:
     """A teacher's ``K`` most probable ids, best first, and ``M`` ids drawn from what is left, one row.
 
     Ties go to the lowest id. ``tail_mass_T`` is the probability outside the top ``K``. Where a position is not finite,
-    or has no tail to draw from, ids are -1 and log-probabilities NaN.
+    or has no tail to draw from, ids are -1 and log-probabilities NaN. ``also_logp_TL`` are those of ids asked for
+    beside, from the same products.
     """
 
     ids_TK: np.ndarray
@@ -46,6 +47,7 @@ class TopAndTail:
     tail_ids_TM: np.ndarray
     tail_logp_TM: np.ndarray
     tail_mass_T: np.ndarray
+    also_logp_TL: np.ndarray
 
 
 def teacher_logprobs_at(
@@ -53,21 +55,14 @@ def teacher_logprobs_at(
 ) -> np.ndarray:
     """The teacher's log-probabilities of ``ids_TK``, float64 ``[T - 1, K]``; NaN where an id is -1 or not captured.
 
+    Only the head's rows of these ids are multiplied, which may round the last digit of a logit otherwise than the
+    product with the whole head does.
+
     Raises:
         ScoreError: an id is outside the vocabulary, or there are not as many positions as the row has.
     """
     vocab = _vocabulary(row, head, vocab_size)
-    if len(ids_TK) != len(row.target):
-        raise ScoreError(
-            f"row {row.index}: ids for {len(ids_TK)} positions, the capture holds {len(row.target)}",
-            "ask about the same row",
-        )
-    if vocab is not None and ids_TK.size and int(ids_TK.max()) >= vocab:
-        t, slot = (int(where[0]) for where in np.nonzero(ids_TK >= vocab))
-        raise ScoreError(
-            f"row {row.index}: token {int(ids_TK[t, slot])} at position {t} is outside the vocabulary of {vocab}",
-            "the server's model and the teacher have different tokenizers, or the server does not mask padding tokens",
-        )
+    _check_ids(row, ids_TK, vocab)
     match row.outputs:
         case TopK() as known:
             return _captured_at(known, row.target, ids_TK)
@@ -80,27 +75,38 @@ def teacher_logprobs_at(
 
 
 def teacher_top_and_tail(
-    row: CapturedRow, head: Head | None, k: int, m: int = 0, seed: int = 0, *, vocab_size: int | None = None
+    row: CapturedRow,
+    head: Head | None,
+    k: int,
+    m: int = 0,
+    seed: int = 0,
+    *,
+    also_TL: np.ndarray | None = None,
+    vocab_size: int | None = None,
 ) -> TopAndTail:
     """The teacher's top ``k`` at each position, and ``m`` ids drawn independently from the rest of its distribution.
 
+    ``also_TL``: other ids whose log-probabilities are wanted, -1 where a slot is unused.
+
     Raises:
-        ScoreError: ``k`` is not below the vocabulary.
+        ScoreError: ``k`` is above the vocabulary, or an id of ``also_TL`` outside it.
         CaptureError: a top-k capture holds fewer ids than ``k``, or is asked for ids of its tail.
     """
+    vocab, positions = _vocabulary(row, head, vocab_size), len(row.target)
+    also = np.empty((positions, 0), np.int32) if also_TL is None else also_TL
+    _check_ids(row, also, vocab)
     if isinstance(row.outputs, TopK):
-        return _captured_top(row, row.outputs, k, m)
-    vocab = _vocabulary(row, head, vocab_size)
+        return _captured_top(row, row.outputs, k, m, _captured_at(row.outputs, row.target, also))
     assert vocab is not None  # only a top-k capture has none
     if not 0 < k <= vocab:
         raise ScoreError(f"the top {k} of a vocabulary of {vocab} tokens", f"ask for 1 to {vocab}")
-    positions = len(row.target)
     out = TopAndTail(
         ids_TK=np.full((positions, k), -1, np.int32),
         logp_TK=np.full((positions, k), np.nan),
         tail_ids_TM=np.full((positions, m), -1, np.int32),
         tail_logp_TM=np.full((positions, m), np.nan),
         tail_mass_T=np.full(positions, np.nan),
+        also_logp_TL=np.full(also.shape, np.nan),
     )
     uniform = np.random.Generator(np.random.Philox(key=np.array([seed, row.index], np.uint64))).random((positions, m))
     lse = _lse(row)
@@ -108,7 +114,7 @@ def teacher_top_and_tail(
         step = max(DRAW_BYTES // (8 * vocab), 1)
         for low in range(0, len(logits), step):
             some = slice(at.start + low, min(at.start + low + step, at.stop))
-            _fill(out, some, logits[low : low + step], lse[some], uniform[some])
+            _fill(out, some, logits[low : low + step], lse[some], uniform[some], also[some])
     return out
 
 
@@ -158,13 +164,17 @@ def _runner() -> Iterator[tuple[Callable[[Callable[[int], None], Iterable[int]],
         yield run, threads
 
 
-def _fill(out: TopAndTail, at: slice, logits: torch.Tensor, lse: np.ndarray, uniform: np.ndarray) -> None:
-    """The top and the drawn ids of the positions ``at``, whose logits are ``[n, V]``."""
+def _fill(
+    out: TopAndTail, at: slice, logits: torch.Tensor, lse: np.ndarray, uniform: np.ndarray, also: np.ndarray
+) -> None:
+    """The top, the drawn and the other ids of the positions ``at``, whose logits are ``[n, V]``."""
     k, valid = out.ids_TK.shape[1], np.isfinite(lse)
     ids = top_ids(logits, k)
-    logp = logits.double() - torch.from_numpy(lse).to(logits.device)[:, None]
+    logp = logits.double() - torch.tensor(lse, device=logits.device)[:, None]
     out.ids_TK[at] = np.where(valid[:, None], ids.cpu().numpy(), -1)
     out.logp_TK[at] = np.where(valid[:, None], logp.gather(1, ids).cpu().numpy(), np.nan)
+    others = logp.gather(1, torch.tensor(np.maximum(also, 0), dtype=torch.int64, device=logits.device))
+    out.also_logp_TL[at] = np.where(also >= 0, others.cpu().numpy(), np.nan)
     tail = logp.exp().scatter_(1, ids, 0.0)
     sums = tail.cumsum(1)
     out.tail_mass_T[at] = np.where(valid, sums[:, -1].cpu().numpy(), np.nan)
@@ -232,7 +242,7 @@ def _rows_of(head: Head, ids: np.ndarray) -> Head:
 
 def _captured_at(known: TopK, target_T: np.ndarray, ids_TK: np.ndarray) -> np.ndarray:
     """Log-probabilities of the ids that were captured, NaN for others; the row's own next token is always known."""
-    span = int(max(known.ids_TK.max(), ids_TK.max(), target_T.max())) + 2
+    span = int(max(known.ids_TK.max(), ids_TK.max(initial=-1), target_T.max())) + 2
     offset = np.arange(len(ids_TK), dtype=np.int64)[:, None] * span + 1
     stored, wanted = (known.ids_TK + offset).ravel(), ids_TK + offset
     order = np.argsort(stored, kind="stable")
@@ -243,7 +253,7 @@ def _captured_at(known: TopK, target_T: np.ndarray, ids_TK: np.ndarray) -> np.nd
     return np.where(is_target & ~found, known.target_logprob_T[:, None], values)
 
 
-def _captured_top(row: CapturedRow, known: TopK, k: int, m: int) -> TopAndTail:
+def _captured_top(row: CapturedRow, known: TopK, k: int, m: int, also_logp: np.ndarray) -> TopAndTail:
     held = int((known.ids_TK >= 0).sum(1).min())
     if k > held:
         raise CaptureError(
@@ -263,7 +273,22 @@ def _captured_top(row: CapturedRow, known: TopK, k: int, m: int) -> TopAndTail:
         tail_ids_TM=np.empty((len(logp), 0), np.int32),
         tail_logp_TM=np.empty((len(logp), 0)),
         tail_mass_T=1.0 - np.exp(logp_TK).sum(1),
+        also_logp_TL=also_logp,
     )
+
+
+def _check_ids(row: CapturedRow, ids_TK: np.ndarray, vocab: int | None) -> None:
+    if len(ids_TK) != len(row.target):
+        raise ScoreError(
+            f"row {row.index}: ids for {len(ids_TK)} positions, the capture holds {len(row.target)}",
+            "ask about the same row",
+        )
+    if vocab is not None and ids_TK.size and int(ids_TK.max()) >= vocab:
+        t, slot = (int(where[0]) for where in np.nonzero(ids_TK >= vocab))
+        raise ScoreError(
+            f"row {row.index}: token {int(ids_TK[t, slot])} at position {t} is outside the vocabulary of {vocab}",
+            "the server's model and the teacher have different tokenizers, or the server does not mask padding tokens",
+        )
 
 
 def _head_of(row: CapturedRow, head: Head | None) -> Head:

@@ -84,8 +84,7 @@ def score_served(
         ScoreError: it names an id outside the vocabulary.
     """
     _check(row, answer, asked)
-    listed = _listed(capture, stored, row, answer, vocab)
-    teacher = asked.teacher if asked else _top_of(capture, stored, answer.ids_TK.shape[1], vocab)
+    listed, teacher = _listed(capture, stored, row, answer, asked, vocab)
     known = _fixed(row, answer, asked) if asked else _named(row, answer, listed, teacher)
     bound = bounds.lower_bound(known.lp_TK, known.lq_TK, resolution=bounds.FP32_RESOLUTION)
     _require_a_distribution(row, bound)
@@ -153,20 +152,23 @@ class _Listed:
     lp_top1_T: np.ndarray
 
 
-def _listed(capture: Capture, stored: CapturedRow, row: Row, answer: ServedRow, vocab: int | None) -> _Listed:
+def _listed(
+    capture: Capture, stored: CapturedRow, row: Row, answer: ServedRow, asked: AskedIds | None, vocab: int | None
+) -> tuple[_Listed, TopAndTail]:
+    """What the teacher thinks of the ids that the server named, and its own top ids."""
     targets = targets_of(row)[:, None]
     named = (answer.ids_TK == targets).any(1)[:, None]
     ids = np.concatenate([answer.ids_TK, np.where(named, -1, targets)], axis=1).astype(np.int32)
-    asked = np.concatenate([ids, stored.top1[:, None]], axis=1)
-    lp = teacher_logprobs_at(stored, capture.head, asked, vocab_size=vocab)
-    return _Listed(ids_TK=ids, lp_TK=lp[:, :-1], lp_top1_T=lp[:, -1])
-
-
-def _top_of(capture: Capture, stored: CapturedRow, k: int, vocab: int | None) -> TopAndTail:
-    """The teacher's own top ``k``, as many as a top-k capture has."""
-    if isinstance(stored.outputs, TopK):
-        k = min(k, int((stored.outputs.ids_TK >= 0).sum(1).min()))
-    return teacher_top_and_tail(stored, capture.head, k, vocab_size=vocab)
+    also = np.concatenate([ids, stored.top1[:, None]], axis=1)
+    if asked:
+        teacher, lp = asked.teacher, teacher_logprobs_at(stored, capture.head, also, vocab_size=vocab)
+    else:
+        k = answer.ids_TK.shape[1]
+        if isinstance(stored.outputs, TopK):
+            k = min(k, int((stored.outputs.ids_TK >= 0).sum(1).min()))
+        teacher = teacher_top_and_tail(stored, capture.head, k, also_TL=also, vocab_size=vocab)
+        lp = teacher.also_logp_TL
+    return _Listed(ids_TK=ids, lp_TK=lp[:, :-1], lp_top1_T=lp[:, -1]), teacher
 
 
 def _named(row: Row, answer: ServedRow, listed: _Listed, teacher: TopAndTail) -> _Known:
@@ -180,14 +182,14 @@ def _named(row: Row, answer: ServedRow, listed: _Listed, teacher: TopAndTail) ->
     # An unobserved id in the list breaks the order, so nothing is known of what the list leaves out.
     whole = used.all(1) & np.isfinite(answer.logprobs_TK).all(1)
     with np.errstate(invalid="ignore"):
-        cap_q = np.where(whole, np.exp(answer.logprobs_TK.astype(np.float64).min(1)), 1.0)
+        cap_q = np.where(whole, np.exp(answer.logprobs_TK.astype(np.float64).min(1, initial=0.0)), 1.0)
     return _Known(
         ids_TK=listed.ids_TK,
         lp_TK=listed.lp_TK,
         lq_TK=lq,
         wide_lp=np.concatenate([listed.lp_TK, extra], axis=1),
         wide_lq=np.concatenate([lq, np.full(extra.shape, np.nan)], axis=1),
-        cap_p_T=np.exp(np.where(teacher.ids_TK >= 0, teacher.logp_TK, 0.0).min(1)),
+        cap_p_T=np.exp(np.where(teacher.ids_TK >= 0, teacher.logp_TK, 0.0).min(1, initial=0.0)),
         cap_q_T=cap_q,
         invalid_T=(used & np.isnan(answer.logprobs_TK)).any(1) | np.isnan(answer.target_logprob_T),
         all_known_T=whole & np.isfinite(answer.target_logprob_T),
@@ -204,6 +206,8 @@ def _check(row: Row, answer: ServedRow, asked: AskedIds | None) -> None:
     shapes.append(answer.ids_TK.ndim == 2 and len(answer.ids_TK) == positions)
     if asked:
         shapes.append(answer.asked_TM is not None and answer.asked_TM.shape == asked.ids_TM.shape)
+    else:
+        shapes.append(answer.ids_TK.size > 0)
     if not all(shapes):
         raise EngineError(
             f"row {row.index}: the server's answer has other shapes than {positions} positions and what was asked",

@@ -1,0 +1,380 @@
+"""A served row against its teacher: bounds below the exact KL, the estimate around it, and nothing made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.capture import Capture, CaptureWriter, open_capture
+from harness.errors import CaptureError, EngineError, ScoreError
+from harness.scoring import known, score_hidden
+from harness.scoring.known import teacher_logprobs_at, teacher_top_and_tail
+from harness.served import score as served
+from harness.served.score import AskedIds, ask_of, score_served
+from harness.served.seam import ServedRow
+from harness.types import SCORE_DTYPES, Hidden, Logits, Panel, Row, Scores, TopK
+from tests.capture.conftest import make_head, make_identity, make_panel
+
+V, T = 700, 81
+
+
+@dataclass(frozen=True)
+class Served:
+    """A captured teacher, and a candidate whose whole distribution the test knows."""
+
+    capture: Capture
+    panel: Panel
+    exact: dict[int, Scores]
+    lq: dict[int, np.ndarray]
+
+    def answer(self, row: Row, k: int, asked: AskedIds | None = None, **changes: object) -> ServedRow:
+        """What a server says of a row: fp32 log-probabilities, its own top k best first."""
+        lq = self.lq[row.index]
+        ids = np.argsort(-lq, axis=1, kind="stable")[:, :k].astype(np.int32)
+        at = np.arange(len(lq))[:, None]
+        fields: dict[str, object] = {
+            "index": row.index,
+            "echoed_ids_T": row.ids_T,
+            "target_logprob_T": lq[at[:, 0], row.ids_T[1:]],
+            "ids_TK": ids,
+            "logprobs_TK": lq[at, ids],
+            "asked_TM": None if asked is None else np.where(asked.ids_TM >= 0, lq[at, asked.ids_TM], np.nan),
+            "cached_tokens": 0,
+            "wire_bytes": 1,
+            "seconds": 0.1,
+        }
+        return ServedRow(**{**fields, **changes})
+
+    def score(self, index: int, k: int, **changes: object) -> tuple[Scores, dict[str, np.ndarray]]:
+        row = self.panel.rows[index]
+        return score_served(self.capture, self.capture.row(index), row, self.answer(row, k, **changes), None, None)
+
+
+def log_softmax(logits: torch.Tensor) -> np.ndarray:
+    return torch.log_softmax(logits.double(), -1).float().numpy().astype(np.float64)
+
+
+def states(seed: int) -> torch.Tensor:
+    """Hidden states between a flat and a nearly certain distribution."""
+    scale = torch.linspace(0.05, 1.2, T)[:, None]
+    return torch.randn(T, 48, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def made(folder: Path, form: str = "hidden", noise: float = 0.05, rows: int = 3) -> Served:
+    head, panel = make_head(vocab=V), make_panel([T] * rows, vocab=V)
+    identity = make_identity(head.sha256 if form == "hidden" else "")
+    teacher = {i: states(i) for i in range(rows)}
+    candidate = {i: h + noise * states(100 + i) for i, h in teacher.items()}
+    weight = head.weight_VH.float().T
+    with CaptureWriter(folder, identity, panel, head if form == "hidden" else None, form, torch.float32) as writer:
+        for row in panel.rows:
+            logits = teacher[row.index] @ weight
+            if form == "topk":
+                lp, ids = torch.log_softmax(logits.double(), -1)[:-1].topk(40)
+                target = torch.log_softmax(logits.double(), -1)[:-1].gather(
+                    1, torch.from_numpy(row.ids_T[1:].astype(np.int64))[:, None]
+                )[:, 0]
+                writer.write_row(
+                    row,
+                    TopK(ids_TK=ids.numpy().astype(np.int32), logprobs_TK=lp.numpy(), target_logprob_T=target.numpy()),
+                )
+            else:
+                writer.write_row(
+                    row, Hidden(states_TH=teacher[row.index]) if form == "hidden" else Logits(logits_TV=logits)
+                )
+        writer.finish()
+    capture = open_capture(folder)
+    exact = {
+        i: score_hidden(
+            teacher[i][:-1], h[:-1], panel.rows[i].ids_T[1:], teacher_head=head, candidate_head=head, second_pass=True
+        )
+        for i, h in candidate.items()
+    }
+    return Served(capture, panel, exact, {i: log_softmax(h[:-1] @ weight) for i, h in candidate.items()})
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return made(tmp_path_factory.mktemp("teacher") / "capture")
+
+
+# ---- the teacher's side ----------------------------------------------------------------------------------------------
+
+
+def test_teacher_logprobs_are_those_of_the_whole_product(small: Served) -> None:
+    row, head = small.capture.row(0), small.capture.head
+    assert head is not None
+    lp = torch.log_softmax((row.states_TH.double() @ head.weight_VH.double().T), -1).numpy()
+    ids = np.random.default_rng(0).integers(0, V, (T - 1, 30)).astype(np.int32)
+    ids[3, 5] = -1
+    found = teacher_logprobs_at(row, head, ids)
+    assert np.isnan(found[3, 5]) and found.dtype == np.float64
+    wanted = np.take_along_axis(lp, np.maximum(ids, 0).astype(np.int64), 1)
+    np.testing.assert_allclose(found[ids >= 0], wanted[ids >= 0], atol=1e-5)
+    nll = teacher_logprobs_at(row, head, row.target[:, None])[:, 0]
+    np.testing.assert_allclose(-nll, row.nll, atol=1e-5)
+    whole = teacher_top_and_tail(row, head, 3, also_TL=np.stack([row.target, row.top1], axis=1))
+    np.testing.assert_array_equal(-whole.also_logp_TL[:, 0], row.nll)
+    np.testing.assert_array_equal(whole.also_logp_TL[:, 1], whole.logp_TK[:, 0])
+
+
+def test_a_head_with_norm_bias_softcap_and_padding() -> None:
+    """The gathered rows of a head keep all that it does to a logit; padding is no part of anything."""
+    from harness.capture import CapturedRow
+    from harness.scoring import teacher_stats
+    from harness.types import FinalNorm
+
+    plain = make_head(vocab=V)
+    head = replace(
+        plain,
+        vocab_size=V - 9,
+        bias_V=torch.linspace(-2, 2, V),
+        norm=FinalNorm(weight_H=torch.linspace(0.5, 1.5, 48), eps=1e-6),
+        softcap=30.0,
+        scale=0.25,
+    )
+    hidden, target = states(9)[:-1], np.arange(T - 1, dtype=np.int32)
+    stats = teacher_stats(hidden, target, head)
+    row = CapturedRow(
+        index=0,
+        outputs=Hidden(states_TH=hidden),
+        target=target,
+        top1=stats.top1,
+        nll=stats.nll,
+        p_top1=stats.p_top1,
+        lse=stats.lse,
+        entropy=stats.entropy,
+    )
+    np.testing.assert_allclose(-teacher_logprobs_at(row, head, target[:, None])[:, 0], stats.nll, atol=1e-5)
+    found = teacher_top_and_tail(row, head, 5, 3, seed=1)
+    np.testing.assert_array_equal(found.ids_TK[:, 0], stats.top1)
+    assert found.ids_TK.max() < V - 9 and found.tail_ids_TM.max() < V - 9
+    np.testing.assert_allclose(np.exp(found.logp_TK).sum(1) + found.tail_mass_T, 1.0, atol=1e-6)
+
+
+def test_top_k_and_ties_to_the_lowest_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert known.top_ids(logits, 3).tolist() == [[1, 3, 2], [0, 1, 2]]
+    assert known.top_ids(logits, 4).tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
+
+
+def test_drawn_ids_do_not_depend_on_blocks_and_follow_the_tail(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, head = small.capture.row(1), small.capture.head
+    assert head is not None
+    one = teacher_top_and_tail(row, head, 20, 400, seed=7)
+    monkeypatch.setattr(known, "STRIP_BYTES", 4 * V * 24)
+    monkeypatch.setattr(known, "DRAW_BYTES", 8 * V * 5)
+    monkeypatch.setattr(known, "default_threads", lambda: 1)
+    again = teacher_top_and_tail(row, head, 20, 400, seed=7)
+    for name in ("ids_TK", "logp_TK", "tail_ids_TM", "tail_logp_TM", "tail_mass_T"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(again, name), err_msg=name)
+    assert (teacher_top_and_tail(row, head, 20, 400, seed=8).tail_ids_TM != one.tail_ids_TM).any()
+    lp = torch.log_softmax((row.states_TH.double() @ head.weight_VH.double().T), -1).numpy()
+    order = np.argsort(-lp, axis=1)
+    np.testing.assert_array_equal(one.ids_TK, order[:, :20])
+    for t in (0, 40, 79):
+        assert not set(one.tail_ids_TM[t]) & set(one.ids_TK[t])
+        tail = np.exp(lp[t, order[t, 20:]])
+        assert one.tail_mass_T[t] == pytest.approx(tail.sum(), rel=1e-5)
+        counts = np.bincount(one.tail_ids_TM[t], minlength=V)[order[t, 20:]]
+        expected = 400 * tail / tail.sum()
+        # Chi-square over the tail's first ids and all others together.
+        cells = [(counts[:30], expected[:30]), (counts[30:].sum(keepdims=True), expected[30:].sum(keepdims=True))]
+        chi = sum((((c - e) ** 2)[e > 1e-9] / e[e > 1e-9]).sum() for c, e in cells)
+        assert chi < 75
+
+
+def test_a_captured_top_k_knows_no_more_than_it_holds(tmp_path: Path) -> None:
+    served = made(tmp_path / "topk", form="topk", rows=1)
+    row = served.capture.row(0)
+    assert isinstance(row.outputs, TopK)
+    ids = np.concatenate([row.outputs.ids_TK[:, :2], row.target[:, None], np.full((T - 1, 1), -1)], 1).astype(np.int32)
+    found = teacher_logprobs_at(row, None, ids)
+    np.testing.assert_array_equal(found[:, :2], row.outputs.logprobs_TK[:, :2].astype(np.float64))
+    np.testing.assert_allclose(found[:, 2], -row.nll, atol=1e-6)
+    assert np.isnan(found[:, 3]).all()
+    outside = np.setdiff1d(np.arange(V), np.append(row.outputs.ids_TK[0], row.target[0]))[:1].astype(np.int32)
+    assert np.isnan(teacher_logprobs_at(row, None, np.broadcast_to(outside, (T - 1, 1)))[0, 0])
+    with pytest.raises(CaptureError, match="holds the teacher's 40"):
+        teacher_top_and_tail(row, None, 41)
+    with pytest.raises(CaptureError, match="no tail to draw"):
+        teacher_top_and_tail(row, None, 40, 2)
+    scores, extras = served.score(0, 20)
+    assert (scores.kl <= served.exact[0].kl + 2e-6).all() and (extras["kl_capped"] >= scores.kl - 2e-6).all()
+    assert (extras["kl_capped"] <= served.exact[0].kl + 2e-6).all()
+
+
+def test_ids_outside_the_vocabulary_are_refused(small: Served) -> None:
+    bad = np.full((T - 1, 1), V, np.int32)
+    with pytest.raises(ScoreError, match="token 700 at position 0 is outside"):
+        teacher_logprobs_at(small.capture.row(0), small.capture.head, bad)
+    with pytest.raises(ScoreError, match="top 701"):
+        teacher_top_and_tail(small.capture.row(0), small.capture.head, 701)
+
+
+# ---- the server's own top k ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["hidden", "logits"])
+def test_bounds_of_a_servers_top_k(tmp_path: Path, form: str) -> None:
+    served_by = made(tmp_path / form, form=form, rows=1)
+    exact, last = served_by.exact[0], np.full(T - 1, -1e-6)
+    for k in (5, 20, 100, 600):
+        scores, extras = served_by.score(0, k)
+        assert (scores.kl >= last - 2e-6).all() and (scores.kl <= exact.kl + 2e-6).all()
+        assert (extras["kl_capped"] >= scores.kl - 2e-6).all() and (extras["kl_capped"] <= exact.kl + 2e-6).all()
+        last = scores.kl
+        np.testing.assert_allclose(scores.nll_candidate, exact.nll_candidate, atol=1e-5)
+        np.testing.assert_allclose(scores.nll_teacher, exact.nll_teacher, atol=1e-5)
+        np.testing.assert_allclose(scores.entropy_teacher, exact.entropy_teacher, atol=1e-5)
+        for name in ("top1_teacher", "top1_candidate", "agree", "agree_lowest_id", "top5_overlap"):
+            np.testing.assert_array_equal(getattr(scores, name), getattr(exact, name), err_msg=name)
+        ranked = scores.rank > 0
+        np.testing.assert_array_equal(scores.rank[ranked], exact.rank[ranked])
+        assert ranked.mean() > 0.9
+        for name in ("kl_reverse", "tv", "entropy_candidate", "outside_teacher", "outside_candidate"):
+            assert np.isnan(getattr(scores, name)).all(), name
+        assert extras["all_known"].all() and extras["agree_known"].all()
+        assert np.isnan(extras["kl_tail_estimate"]).all()
+        assert {name: values.dtype.name for name, values in extras.items()} == dict(served.EXTRA_DTYPES)
+        assert {name: getattr(scores, name).dtype.name for name in SCORE_DTYPES} == dict(SCORE_DTYPES)
+    assert scores.kl.mean() == pytest.approx(exact.kl.mean(), rel=1e-3)
+
+
+def test_the_gap_is_the_uncovered_mass_times_the_divergence_of_the_tails(small: Served) -> None:
+    scores, extras = small.score(0, 20)
+    row, head = small.capture.row(0), small.capture.head
+    assert head is not None
+    lp, lq = torch.log_softmax(row.states_TH.double() @ head.weight_VH.double().T, -1).numpy(), small.lq[0]
+    outside = np.ones(lp.shape, dtype=bool)
+    np.put_along_axis(outside, small.answer(small.panel.rows[0], 20).ids_TK.astype(np.int64), False, axis=1)
+    np.put_along_axis(outside, row.target[:, None].astype(np.int64), False, axis=1)
+    p, q = np.where(outside, np.exp(lp), 0.0), np.where(outside, np.exp(lq), 0.0)
+    uncovered, theirs = p.sum(1), q.sum(1)
+    np.testing.assert_allclose(1 - extras["captured_teacher_mass"], uncovered, atol=1e-6)
+    np.testing.assert_allclose(1 - extras["captured_candidate_mass"], theirs, atol=1e-6)
+    tails = np.where(outside, p * (lp - lq), 0.0).sum(1) - uncovered * np.log(uncovered / theirs)
+    np.testing.assert_allclose(small.exact[0].kl - scores.kl, tails, atol=3e-6)
+    assert extras["kl_shortfall"].mean() == pytest.approx(tails.mean(), rel=0.5)
+
+
+def test_sentinels_go_to_the_tail_and_nan_makes_a_position_invalid(small: Served) -> None:
+    """A16: -9999 and null arrive as -inf, so not observed; NaN makes the position invalid; no term of p times 9999."""
+    row = small.panel.rows[0]
+    answer = small.answer(row, 20)
+    logprobs = answer.logprobs_TK.copy()
+    logprobs[4, 7:] = -np.inf
+    logprobs[9, 3] = np.nan
+    scores, extras = small.score(0, 20, logprobs_TK=logprobs)
+    plain, whole = small.score(0, 20)
+    assert 0 <= scores.kl[4] <= plain.kl[4] and np.isfinite(scores.kl[4])
+    assert not extras["all_known"][4] and extras["captured_teacher_mass"][4] < whole["captured_teacher_mass"][4]
+    assert np.isnan(scores.kl[9]) and scores.nonfinite_candidate[9] == 1 and scores.top1_candidate[9] == -1
+    assert not extras["agree_known"][9] and not scores.agree[9]
+    others = np.setdiff1d(np.arange(T - 1), [4, 9])
+    np.testing.assert_array_equal(scores.kl[others], plain.kl[others])
+
+
+def test_ties_in_the_servers_list_count_as_its_choice(small: Served) -> None:
+    row = small.panel.rows[0]
+    answer = small.answer(row, 20)
+    ids, logprobs = answer.ids_TK.copy(), answer.logprobs_TK.copy()
+    at = int(np.flatnonzero(small.exact[0].agree)[0])
+    logprobs[at, 1] = logprobs[at, 0]
+    ids[at, :2] = ids[at, 1::-1]
+    scores, _ = small.score(0, 20, ids_TK=ids, logprobs_TK=logprobs)
+    assert scores.agree[at] and scores.tied_candidate[at]
+    assert scores.top1_candidate[at] == ids[at, :2].min()
+
+
+def test_answers_that_cannot_be_scored(small: Served) -> None:
+    row = small.panel.rows[0]
+    answer = small.answer(row, 20)
+    twice = answer.ids_TK.copy()
+    twice[2, 5] = twice[2, 6]
+    with pytest.raises(EngineError, match=r"row 0, position 2: the server names token \d+ twice"):
+        small.score(0, 20, ids_TK=twice)
+    with pytest.raises(EngineError, match="add up to 1"):
+        small.score(0, 600, logprobs_TK=small.answer(row, 600).logprobs_TK + 0.01)
+    with pytest.raises(EngineError, match="other shapes"):
+        small.score(0, 20, target_logprob_T=answer.target_logprob_T[:-1])
+
+
+def test_a_candidate_equal_to_its_teacher_is_at_zero(tmp_path: Path) -> None:
+    """Rounding of fp32 log-probabilities leaves less than 1e-6 nats, and no position below -1e-6."""
+    same = made(tmp_path / "same", noise=0.0, rows=1)
+    scores, extras = same.score(0, 50)
+    assert np.abs(scores.kl).max() < 1e-6 and np.abs(extras["kl_capped"]).max() < 1e-6
+    assert scores.agree.all()
+
+
+# ---- ids of our choice -----------------------------------------------------------------------------------------------
+
+
+def asked_scores(served_by: Served, index: int, k: int, m: int, own: int = 0) -> tuple[Scores, dict[str, np.ndarray]]:
+    row = served_by.panel.rows[index]
+    asked = ask_of(served_by.capture, row, k, m, seed=3)
+    answer = served_by.answer(row, own, asked)
+    return score_served(served_by.capture, served_by.capture.row(index), row, answer, asked, None)
+
+
+def test_fixed_ids_bound_and_estimate(small: Served) -> None:
+    """The bound lies below the exact KL, the estimate's mean within four of its own standard errors of it."""
+    parts = [asked_scores(small, i, 20, 64) for i in range(3)]
+    kl, exact = (
+        np.concatenate([s.kl for s in side]) for side in ([p[0] for p in parts], [small.exact[i] for i in range(3)])
+    )
+    assert (kl <= exact + 2e-6).all()
+    total, error = (np.concatenate([p[1][name] for p in parts]) for name in ("kl_tail_estimate", "kl_tail_se"))
+    spread = np.sqrt((error**2).sum()) / len(total)
+    assert abs(total.mean() - exact.mean()) < 4 * spread
+    assert exact.mean() - kl.mean() > 4 * spread  # what the bound lacks is far beyond the estimate's error
+    z = (total - exact) / error
+    assert 0.8 < z.std() < 1.3
+
+
+def test_fixed_ids_without_a_list_know_only_a_certain_choice(small: Served) -> None:
+    scores, extras = asked_scores(small, 0, 20, 0)
+    exact = small.exact[0]
+    certain = scores.top1_candidate >= 0
+    assert 0.1 < certain.mean() < 1
+    np.testing.assert_array_equal(scores.top1_candidate[certain], exact.top1_candidate[certain])
+    np.testing.assert_array_equal(scores.agree[extras["agree_known"]], exact.agree[extras["agree_known"]])
+    assert not scores.agree[~extras["agree_known"]].any() and extras["agree_known"].sum() > certain.sum()
+    assert (scores.top5_overlap == -1).all() and np.isnan(extras["kl_tail_estimate"]).all()
+    listed, more = asked_scores(small, 0, 20, 0, own=5)
+    np.testing.assert_array_equal(listed.top1_candidate, exact.top1_candidate)
+    np.testing.assert_array_equal(listed.top5_overlap, exact.top5_overlap)
+    np.testing.assert_array_equal(listed.kl, scores.kl)
+    assert more["agree_known"].all()
+
+
+def test_an_id_that_the_server_did_not_score(small: Served) -> None:
+    row = small.panel.rows[0]
+    asked = ask_of(small.capture, row, 20, 4, seed=3)
+    answer = small.answer(row, 0, asked)
+    assert answer.asked_TM is not None
+    values = answer.asked_TM.copy()
+    values[5, 21], values[6, 3] = -np.inf, -np.inf
+    scores, extras = score_served(
+        small.capture, small.capture.row(0), row, replace(answer, asked_TM=values), asked, None
+    )
+    assert not extras["all_known"][[5, 6]].any() and extras["all_known"].sum() == T - 3
+    assert np.isnan(extras["kl_tail_estimate"][[5, 6]]).all() and np.isfinite(scores.kl[[5, 6]]).all()
+    with pytest.raises(EngineError, match="other shapes"):
+        score_served(small.capture, small.capture.row(0), row, replace(answer, asked_TM=None), asked, None)
+    with pytest.raises(ScoreError, match="one drawn id"):
+        ask_of(small.capture, row, 20, 1, seed=3)
+
+
+def test_the_asked_ids_are_the_teachers_then_drawn_then_the_target(small: Served) -> None:
+    row = small.panel.rows[2]
+    asked = ask_of(small.capture, row, 20, 4, seed=3)
+    assert asked.ids_TM.shape == (T - 1, 25) and asked.ids_TM.dtype == np.int32
+    np.testing.assert_array_equal(asked.ids_TM[:, -1], row.ids_T[1:])
+    np.testing.assert_array_equal(asked.ids_TM[:, 0], small.exact[2].top1_teacher)
+    np.testing.assert_array_equal(asked.ids_TM, ask_of(small.capture, row, 20, 4, seed=3).ids_TM)

@@ -21,7 +21,7 @@ from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_en
 from harness.environment import environment, source_digest
 from harness.errors import IncomparableError, Refused, UsageError
 from harness.panel import ensure_built
-from harness.preflight import check_echo, check_probe, check_support, probe_of
+from harness.preflight import check_echo, check_probes, check_support, probes_of
 from harness.progress import phase
 from harness.receipt import Check, Measurement, Role, load_measurement
 from harness.result import build_measurement, exact_scoring
@@ -244,17 +244,17 @@ def reproduction_check(reproduction: Reproduction | None) -> Check:
 def _check_and_score(
     folder: Path, key: str, engine: Engine, capture: Capture, rows: Sequence[Row]
 ) -> tuple[list[Check], int]:
-    """One pass of the engine: a probe twice, which must hold before anything is scored, then the missing rows.
+    """One pass of the engine: three probes, which must hold before anything is scored, then the missing rows.
 
     Returns:
         The checks, and how many tokens of the panel were run.
     """
     present = finished_rows(folder, key)
     todo = [row for row in rows if row.index not in present]
-    probe, tokens = probe_of(rows[0]), 0
+    probes, tokens = probes_of(rows[0]), 0
     with phase("candidate", total=len(todo), unit="tokens") as advance:
-        outputs = engine.run([probe, probe, *todo], "hidden")
-        checks = check_probe(engine, probe, next(outputs), next(outputs)) + _one_vocabulary(engine, capture)
+        outputs = engine.run([*probes, *todo], "hidden")
+        checks = check_probes(engine, probes, outputs) + _one_vocabulary(engine, capture)
         for row, out in zip(todo, outputs, strict=True):
             check_echo(row, out)
             scores = score_row(capture, capture.row(row.index), out.outputs, engine.head, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,19 +20,33 @@ PROBE = 256
 
 
 def check_engine(engine: Engine, row: Row) -> list[Check]:
-    """Run the beginning of a row twice and look at what comes back."""
-    probe = probe_of(row)
-    return check_probe(engine, probe, *engine.run([probe, probe], "hidden"))
+    """Run the beginning of a row, a row that begins like it, and it again, and look at what comes back."""
+    probes = probes_of(row)
+    return check_probes(engine, probes, iter(engine.run(probes, "hidden")))
 
 
-def probe_of(row: Row) -> Row:
-    """The beginning of a row: enough tokens to see what an engine does wrong."""
-    return Row(index=row.index, ids_T=row.ids_T[:PROBE], document=row.document, domain=row.domain, sha256="")
+def probes_of(row: Row) -> list[Row]:
+    """r0, r1, r0: the beginning of a row, a row with the same first half, and r0 again.
+
+    An engine that keeps what it computed for a prefix, and uses it wrongly, changes r0 (FAULTS A 34).
+    """
+    probe = part_of(row, row.ids_T[:PROBE])
+    half = len(probe.ids_T) // 2
+    beside = part_of(row, np.concatenate([probe.ids_T[:half], probe.ids_T[half:][::-1]]))
+    return [probe, beside, probe]
 
 
-def check_probe(engine: Engine, probe: Row, first: RowOutputs, again: RowOutputs) -> list[Check]:
-    """Look at what an engine gave for the same probe twice, among other rows or alone."""
-    check_echo(probe, first)
+def part_of(row: Row, ids_T: np.ndarray) -> Row:
+    """Some of a row's tokens under its name; no row of a panel, so it has no digest."""
+    return Row(index=row.index, ids_T=ids_T, document=row.document, domain=row.domain, sha256="")
+
+
+def check_probes(engine: Engine, probes: Sequence[Row], outputs: Iterator[RowOutputs]) -> list[Check]:
+    """Look at what an engine gave for `probes_of` a row, taken from ``outputs`` of them and maybe more rows."""
+    first, beside, again = (next(outputs) for _ in probes)
+    probe = probes[0]
+    for row, out in zip(probes, (first, beside, again), strict=True):
+        check_echo(row, out)
     ids = np.asarray(probe.ids_T)
     # Shift s asks whether the outputs at position t predict token t + 1 + s.
     inner = _cut(full(first.outputs), 1, -2)
@@ -95,7 +110,7 @@ def check_alignment(nll: dict[int, np.ndarray]) -> Check:
 
 
 def check_repeat(first: Hidden | Logits, again: Hidden | Logits) -> Check:
-    """The same row twice: bit-equal, or the largest difference is stated."""
+    """The same row again after one that begins like it: bit-equal, or the largest difference is stated."""
     a, b = (_values(side).float() for side in (first, again))
     worst = 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else float((a - b).abs().nan_to_num().max())
     note = "" if worst == 0 else "this engine is not deterministic; its noise is part of every number"

@@ -11,7 +11,7 @@ import torch
 
 from harness.engines.toy import ToyEngine
 from harness.errors import EngineError, ScoreError
-from harness.preflight import check_echo, check_engine, check_support
+from harness.preflight import check_echo, check_engine, check_support, probes_of
 from harness.types import Logits, Row, RowOutputs
 
 
@@ -71,7 +71,7 @@ def test_engine_that_differs_between_repeats_is_told():
         return replace(out, outputs=Logits(logits_TV=out.outputs.logits_TV + 0.25 * number))
 
     repeat = [c for c in check_engine(Wrong(noisy), counting_row()) if "twice" in c.name]
-    assert not repeat[0].passed and "0.25" in repeat[0].figure
+    assert not repeat[0].passed and repeat[0].figure == "max |difference| 0.5"  # the first and the third request
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,12 @@ def test_vocabularies_must_be_one():
     assert "padding columns: teacher 2, candidate 0" in check_support(8, 6, 6, 6).figure
     with pytest.raises(ScoreError, match="8 tokens and the candidate 6"):
         check_support(8, 6, 8, 6)
+
+
+def test_the_probe_is_run_around_a_row_that_begins_like_it():
+    """FAULTS A 34: r0, r1 with a common beginning, r0 again; tokens of r1 are of the row itself."""
+    first, beside, again = probes_of(counting_row(300, 97))
+    assert len(first.ids_T) == len(beside.ids_T) == 256 and np.array_equal(first.ids_T, again.ids_T)
+    assert np.array_equal(first.ids_T[:128], beside.ids_T[:128])
+    assert not np.array_equal(first.ids_T, beside.ids_T)
+    assert sorted(first.ids_T) == sorted(beside.ids_T)

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from harness.errors import EngineError, Refused
+from harness.preflight import PROBE, part_of, probes_of
 from harness.receipt import Check
 from harness.served import preflight_answer as answers
 from harness.served import preflight_pairs as pairs
@@ -20,8 +21,6 @@ from harness.served import preflight_server as server
 from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedEngine, ServedRow
 from harness.types import Row
 
-#: Tokens of the probe row; a whole row is also sent, for what shows only in long ones.
-PROBE = 256
 #: Fewer tokens say nothing about positions.
 LEAST = 8
 #: A temperature far from 1: log-probabilities that follow it halve.
@@ -133,7 +132,7 @@ class Probe:
                 f"the longest row has {len(self.whole_row.ids_T)} tokens",
                 f"check with a row of at least {LEAST} tokens",
             )
-        self.row = _with_ids(self.whole_row, self.whole_row.ids_T[:PROBE])
+        self.row, self._beside, _ = probes_of(self.whole_row)
         self.given: list[ServedRow] = []
 
     @cached_property
@@ -143,9 +142,7 @@ class Probe:
     @cached_property
     def again(self) -> ServedRow:
         """The probe after a row that begins like it."""
-        half = len(self.row.ids_T) // 2
-        ids_T = np.concatenate([self.row.ids_T[:half], self.row.ids_T[half:][::-1]])
-        self._ask([_with_ids(self.row, ids_T)])
+        self._ask([self._beside])
         return self._ask([self.row])[0]
 
     @cached_property
@@ -159,13 +156,13 @@ class Probe:
     @cached_property
     def moved(self) -> ServedRow:
         ids_T = self.whole_row.ids_T
-        return self._ask([_with_ids(self.whole_row, np.concatenate([ids_T[:KEPT], ids_T[KEPT + DROPPED :]]))])[0]
+        return self._ask([part_of(self.whole_row, np.concatenate([ids_T[:KEPT], ids_T[KEPT + DROPPED :]]))])[0]
 
     @cached_property
     def among(self) -> ServedRow:
         """The whole row in flight with a shorter one on either side."""
         ids_T = self.row.ids_T
-        before, after = _with_ids(self.row, ids_T[: len(ids_T) // 2]), _with_ids(self.row, ids_T[len(ids_T) // 3 :])
+        before, after = part_of(self.row, ids_T[: len(ids_T) // 2]), part_of(self.row, ids_T[len(ids_T) // 3 :])
         return self._ask([before, self.whole_row, after])[1]
 
     @cached_property
@@ -324,7 +321,3 @@ def _check_asked(probe: Probe, told: Capabilities) -> Check:
     if not told.fixed_ids:
         return Check(name="ids of our choice", passed=True, figure="not served: top k only", note=told.note)
     return answers.check_asked(probe.row, probe.first, probe.asked.asked_TM)
-
-
-def _with_ids(row: Row, ids_T: np.ndarray) -> Row:
-    return Row(index=row.index, ids_T=ids_T, document=row.document, domain=row.domain, sha256="")

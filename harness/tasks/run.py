@@ -31,8 +31,8 @@ from harness.tasks.suite import Suite, SuiteLock, find_suite, load_lock, load_su
 from harness.teacher import MODELS, read_spec
 
 if TYPE_CHECKING:
+    from harness.served.address import Server
     from harness.tasks.asking import AskingLM
-    from harness.tasks.served import Server
 
 REPORTS = Path("reports")
 UNKNOWN = "unknown"
@@ -116,10 +116,10 @@ def find_subject(request: Request) -> Subject:
     Raises:
         EngineError: it has no tokenizer.
     """
-    from harness.tasks.served import connect
+    from harness.served.address import find_server
 
     # The server first: a wrong address should not wait for gigabytes to be digested.
-    server = connect(request.base_url, request.served_model) if request.base_url else None
+    server = find_server(request.base_url, request.served_model) if request.base_url else None
     located = _locate(request)
     if tokenizer_of(located) == NO_TOKENIZER:
         raise EngineError(f"{located.name} has no tokenizer", "tasks are text: put tokenizer.json into its folder")
@@ -139,6 +139,8 @@ def _locate(request: Request) -> ModelFolder:
 
 def _model_key(request: Request, subject: Subject) -> dict[str, Any]:
     """All that an answer depends on besides its prompt (FAULTS A 51): A's answers can never be B's."""
+    from harness.tasks.served import public_name
+
     server = subject.server
     return {
         "weights": subject.weights_sha256,
@@ -147,7 +149,7 @@ def _model_key(request: Request, subject: Subject) -> dict[str, Any]:
         "packed": request.packed,
         "streamed": request.memory_budget is not None,
         "device": request.device,
-        "server": server and [server.model, server.software, server.version],
+        "server": server and [public_name(server), server.software, server.version],
         "address": server.root if server and subject.weights_sha256 == UNKNOWN else None,
         "source": [source_digest(), _own_source()],
         "environment": environment() | versions(),
@@ -257,7 +259,7 @@ def _open_served(
     request: Request, subject: Subject, server: Server, tokenizer: Any, answers: Answers
 ) -> tuple[AskingLM, SideIdentity, list[Check]]:
     from harness.tasks.asking import AskingLM
-    from harness.tasks.served import ServedPreflight, adds_special_tokens, failures, open_served
+    from harness.tasks.served import ServedPreflight, adds_special_tokens, failures, open_served, public_name
 
     inner = open_served(server, str(subject.located.folder), tokenizer, num_concurrent=request.num_concurrent)
     preflight = ServedPreflight(server, inner, tokenizer)
@@ -276,7 +278,7 @@ def _open_served(
         lane="served",
         device=UNKNOWN,
         settings={
-            "served_as": server.model,
+            "served_as": public_name(server),
             "context": server.context,
             "special_tokens": adds_special_tokens(tokenizer),
             "num_concurrent": request.num_concurrent,

@@ -7,106 +7,22 @@ enough, that it echoes the tokens it is sent with a log-probability each, and th
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import httpx
 
-from harness.errors import EngineError, UsageError
+from harness.errors import EngineError
 from harness.receipt import Check
+from harness.served.address import Server, headers, json_of
 from harness.tasks.prompts import Prompt
 
 #: Largest change of a repeated answer, in nats, that is still the same model.
 REPEAT_TOLERANCE = 0.5
 #: Share of echoed tokens whose text may differ from our tokenizer's (bytes of split characters).
 TEXT_TOLERANCE = 0.02
-_ADDRESS = "give the server's address as in --base-url http://localhost:8000/v1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """What a server says of itself. ``root`` ends with ``/v1``; it is in no receipt."""
-
-    root: str
-    model: str
-    context: int | None
-    software: str
-    version: str
-
-
-def connect(base_url: str, model: str | None, *, timeout: float = 30.0) -> Server:
-    """Find the API below ``base_url`` and the model in it.
-
-    Raises:
-        UsageError: nothing answers there, or it is no such API.
-        EngineError: the server does not know the model.
-    """
-    root, listed = _find_root(base_url, timeout)
-    names = [str(entry.get("id")) for entry in listed]
-    if model is None and len(names) != 1:
-        raise UsageError(f"the server has {len(names)} models: {', '.join(names)}", "choose one with --served-model")
-    if model is not None and model not in names:
-        raise EngineError(f"the server does not know {model}; it has {', '.join(names)}", "correct --served-model")
-    entry = next(e for e in listed if model is None or e.get("id") == model)
-    context = entry.get("max_model_len") or entry.get("context_length")
-    return Server(
-        root=root,
-        model=str(entry["id"]),
-        context=int(context) if context else None,
-        software=str(entry.get("owned_by") or "openai-compatible"),
-        version=_version(root, timeout),
-    )
-
-
-def _find_root(base_url: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:
-    given = base_url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
-    if not given.startswith(("http://", "https://")):
-        raise UsageError(f"--base-url {base_url} is no http address", _ADDRESS)
-    said = ""
-    for root in dict.fromkeys((given, f"{given.removesuffix('/v1')}/v1")):
-        try:
-            response = httpx.get(f"{root}/models", headers=headers(), timeout=timeout)
-        except httpx.HTTPError as error:
-            raise UsageError(f"nothing answers at {base_url} ({type(error).__name__})", _ADDRESS) from error
-        listed = _models(response)
-        if listed:
-            return root, listed
-        said = f"HTTP {response.status_code}"
-    raise UsageError(f"{base_url} lists no models ({said}): it is no OpenAI-compatible server", _ADDRESS)
-
-
-def _models(response: httpx.Response) -> list[dict[str, Any]]:
-    content = _json(response)
-    listed = content.get("data") if isinstance(content, dict) else None
-    return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-
-
-def _version(root: str, timeout: float) -> str:
-    """What vLLM tells at /version; other servers tell nothing."""
-    try:
-        response = httpx.get(f"{root.removesuffix('/v1')}/version", headers=headers(), timeout=timeout)
-    except httpx.HTTPError:
-        return "unknown"
-    content = _json(response)
-    return str(content.get("version", "unknown")) if isinstance(content, dict) else "unknown"
-
-
-def headers() -> dict[str, str]:
-    """The header that lm-eval sends too; none without a key, since an empty one is no legal header."""
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _json(response: httpx.Response) -> Any:
-    """The content of a good answer in JSON; None of any other."""
-    if response.status_code != 200:
-        return None
-    try:
-        return response.json()
-    except ValueError:
-        return None
 
 
 def _post(url: str, body: dict[str, Any], what: str) -> httpx.Response:
@@ -133,6 +49,12 @@ def open_served(server: Server, tokenizer_folder: str, tokenizer: Any, *, num_co
         batch_size=1,
         max_retries=3,
     )
+
+
+def public_name(server: Server) -> str:
+    """The server's name for its model; vLLM's is the folder that it was started with, and a path is in no receipt."""
+    path = PurePath(server.model)
+    return path.name if path.is_absolute() else server.model
 
 
 def adds_special_tokens(tokenizer: Any) -> bool:
@@ -198,7 +120,7 @@ class ServedPreflight:
         return float(parsed[0][0])
 
     def _choice(self, response: httpx.Response) -> dict[str, Any]:
-        content = _json(response)
+        content = json_of(response)
         choices = content.get("choices") if isinstance(content, dict) else None
         if not choices or not (choices[0].get("logprobs") or {}).get("token_logprobs"):
             raise EngineError(
@@ -216,7 +138,7 @@ class ServedPreflight:
             "add_special_tokens": adds_special_tokens(self.tokenizer),
         }
         url = f"{self.server.root.removesuffix('/v1')}/tokenize"
-        content = _json(_post(url, body, "at /tokenize"))
+        content = json_of(_post(url, body, "at /tokenize"))
         tokens = content.get("tokens") if isinstance(content, dict) else None
         if not isinstance(tokens, list):
             self.checks.append(Check(name="tokenizer", passed=True, figure="echoed token texts are ours"))

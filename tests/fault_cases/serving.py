@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.errors import EngineError, UsageError
-from harness.tasks.served import connect
+from harness.served.address import find_server
 from tests.fault_cases.entry import Fault
 
 
@@ -55,18 +55,18 @@ def server(models: list[str] | None) -> Iterator[tuple[str, list[str]]]:
 def plumbing(folder: Path) -> None:
     """405 to everything, no model, an unknown model: one line each before anything is asked to score."""
     with server(None) as (address, asked), pytest.raises(UsageError, match=r"lists no models \(HTTP 405\)"):
-        connect(f"{address}/v1/completions", "m")
+        find_server(f"{address}/v1/completions", "m")
     assert asked == []
     with server(["right", "other"]) as (address, asked):
         with pytest.raises(UsageError, match="the server has 2 models: right, other"):
-            connect(address, None)
+            find_server(address, None)
         with pytest.raises(EngineError, match="the server does not know null; it has right, other"):
-            connect(address, "null")
+            find_server(address, "null")
         # The address as it is written in other tools works too: it is not used verbatim.
-        assert connect(f"{address}/v1/completions", "right").root == f"{address}/v1"
+        assert find_server(f"{address}/v1/completions", "right").root == f"{address}/v1"
     assert asked == []
     with pytest.raises(UsageError, match="nothing answers at"):
-        connect(address, None, timeout=2)
+        find_server(address, None, timeout=2)
 
 
 ROWS = [

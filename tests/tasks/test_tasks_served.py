@@ -12,6 +12,7 @@ import pytest
 from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError, HarnessError, UsageError
+from harness.served.address import find_server
 from harness.tasks import served
 from harness.tasks.run import Request, run_suite
 from tests.tasks.conftest import save_tiny
@@ -83,10 +84,10 @@ def test_addresses_are_found_with_and_without_their_ends(
 ) -> None:
     with serving(server) as url:
         for given in (url, url.removesuffix("/v1"), url + "/", url + "/completions", url + "/chat/completions"):
-            assert served.connect(given, None).root == url
-        assert served.connect(url, "small").context == 2048
+            assert find_server(given, None).root == url
+        assert find_server(url, "small").context == 2048
         server.has_version = False
-        assert served.connect(url, None).version == "unknown"
+        assert find_server(url, None).version == "unknown"
 
 
 FAULTS = {
@@ -130,7 +131,7 @@ def test_a_server_that_does_not_say_its_context(server: SmallServer, tiny: Model
     """Its refusal of the longest document is passed on, unless it quotes the question."""
     server.context = 100
     with serving(server) as url:
-        assert served.connect(url, None).context == 100
+        assert find_server(url, None).context == 100
         server.get = lambda path: (200, {"data": [{"id": "small"}]}) if path == "/v1/models" else (404, {})  # type: ignore[method-assign]
         with pytest.raises(EngineError, match=r"refuses a request of \d+ tokens \(HTTP 400\): .*maximum context"):
             run_suite(request(tmp_path, tiny, url))

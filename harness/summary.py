@@ -1,11 +1,13 @@
 """From per-position scores to the numbers of a measurement: plain float64 means and order statistics.
 
 Nothing is clamped and nothing dropped: one NaN or infinite position makes the headline mean NaN or infinite,
-is counted, and is located. Quantiles are order statistics of the finite positions.
+is counted, and is located. Quantiles are order statistics of the finite positions. A metric that was not measured at
+a position that has a KL (a server's top-k answer holds no total variation) is withheld: None, never NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,22 +32,22 @@ def summarise(scores: Scores, row_N: np.ndarray, position_N: np.ndarray) -> dict
         **_quantiles(kl),
         "kl_max": float(np.max(kl)),
         "kl_max_at": _where_max(kl, row_N, position_N),
-        "kl_reverse_mean": _mean(scores.kl_reverse),
+        "kl_reverse_mean": _measured(scores.kl_reverse, kl),
         "nll_teacher": _mean(scores.nll_teacher),
         "nll_candidate": _mean(scores.nll_candidate),
         "ppl_token_teacher": _exp(_mean(scores.nll_teacher)),
         "ppl_token_candidate": _exp(_mean(scores.nll_candidate)),
-        "top1_agreement": _mean(scores.agree),
-        "top1_agreement_lowest_id": _mean(scores.agree_lowest_id),
+        "top1_agreement": _mean(scores.agree) if choice_known(scores) else None,
+        "top1_agreement_lowest_id": _mean(scores.agree_lowest_id) if choice_known(scores) else None,
         "top1_agree_count": int(scores.agree.sum()),
-        "tv_mean": _mean(scores.tv),
-        "top5_overlap": _mean(scores.top5_overlap) / 5 if (scores.top5_overlap >= 0).all() else float("nan"),
-        "rank_mean": _mean(scores.rank) if (scores.rank > 0).all() else float("nan"),
+        "tv_mean": _measured(scores.tv, kl),
+        "top5_overlap": _top5_overlap(scores),
+        "rank_mean": _measured(np.where(scores.rank > 0, scores.rank, np.nan), kl),
         **_delta_p(scores),
-        "entropy_teacher": _mean(scores.entropy_teacher),
-        "entropy_candidate": _mean(scores.entropy_candidate),
-        "outside_teacher_max": float(np.max(scores.outside_teacher)),
-        "outside_candidate_max": float(np.max(scores.outside_candidate)),
+        "entropy_teacher": _measured(scores.entropy_teacher, kl),
+        "entropy_candidate": _measured(scores.entropy_candidate, kl),
+        "outside_teacher_max": _measured(scores.outside_teacher, kl, np.max),
+        "outside_candidate_max": _measured(scores.outside_candidate, kl, np.max),
     }
     out |= {f"tail_rate_{tail:g}": float(np.mean(kl > tail)) for tail in TAILS}
     return out
@@ -78,14 +80,31 @@ def row_summary(panel: Panel, row: int, scores: Scores) -> RowSummary:
         positions=len(scores),
         kl_mean=_mean(scores.kl),
         kl_max=float(np.max(scores.kl)),
-        kl_reverse_mean=_mean(scores.kl_reverse),
+        kl_reverse_mean=_measured(scores.kl_reverse, scores.kl),
         nll_teacher_mean=_mean(scores.nll_teacher),
         nll_candidate_mean=_mean(scores.nll_candidate),
-        top1_agreement=_mean(scores.agree),
-        tv_mean=_mean(scores.tv),
-        top5_overlap=_mean(scores.top5_overlap) / 5,
+        top1_agreement=_mean(scores.agree) if choice_known(scores) else None,
+        tv_mean=_measured(scores.tv, scores.kl),
+        top5_overlap=_top5_overlap(scores),
         nonfinite=int((~np.isfinite(scores.kl)).sum()),
     )
+
+
+def choice_known(scores: Scores) -> bool:
+    """Whether the candidate's most probable token is known wherever there is a KL."""
+    return bool((~np.isfinite(scores.kl) | (scores.top1_candidate >= 0)).all())
+
+
+def _measured(values: np.ndarray, kl: np.ndarray, of: Callable[[np.ndarray], Any] | None = None) -> float | None:
+    """The mean, or None where a position that has a KL lacks the value."""
+    if (np.isnan(values) & np.isfinite(kl)).any():
+        return None
+    return _mean(values) if of is None else float(of(values))
+
+
+def _top5_overlap(scores: Scores) -> float | None:
+    overlap = _measured(np.where(scores.top5_overlap >= 0, scores.top5_overlap, np.nan), scores.kl)
+    return None if overlap is None else overlap / 5
 
 
 def _mean(values: np.ndarray) -> float:

@@ -6,16 +6,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from harness import summary
 from harness.capture import Capture, CaptureWriter, open_capture
 from harness.errors import CaptureError, EngineError, ScoreError
+from harness.result import intervals
+from harness.rows import row_table, scores_of
 from harness.scoring import known, score_hidden
 from harness.scoring.known import teacher_logprobs_at, teacher_top_and_tail
 from harness.served import score as served
 from harness.served.score import AskedIds, ask_of, score_served
 from harness.served.seam import ServedRow
+from harness.served.summary import additions
 from harness.types import SCORE_DTYPES, Hidden, Logits, Panel, Row, Scores, TopK
 from tests.capture.conftest import make_head, make_identity, make_panel
 
@@ -378,3 +383,64 @@ def test_the_asked_ids_are_the_teachers_then_drawn_then_the_target(small: Served
     np.testing.assert_array_equal(asked.ids_TM[:, -1], row.ids_T[1:])
     np.testing.assert_array_equal(asked.ids_TM[:, 0], small.exact[2].top1_teacher)
     np.testing.assert_array_equal(asked.ids_TM, ask_of(small.capture, row, 20, 4, seed=3).ids_TM)
+
+
+# ---- the numbers of a run --------------------------------------------------------------------------------------------
+
+
+def run_table(served_by: Served, parts: list[tuple[Scores, dict[str, np.ndarray]]]) -> pa.Table:
+    tables = [row_table(row, *part) for row, part in zip(served_by.panel.rows, parts, strict=True)]
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def test_summary_of_fixed_ids(small: Served) -> None:
+    table = run_table(small, [asked_scores(small, i, 20, 64) for i in range(3)])
+    found = additions(table, small.panel)
+    mass = table["captured_teacher_mass"].to_numpy()
+    s = found.summary
+    assert s["captured_teacher_mass_mean"] == mass.mean() and s["captured_teacher_mass_min"] == mass.min()
+    assert s["captured_teacher_mass_p01"] == np.sort(mass)[2]  # the 3rd of 240: 1 % of them lie at or below it
+    assert s["all_known_share"] == 1.0
+    assert s["kl_tail_estimate_se"] == pytest.approx(np.sqrt((table["kl_tail_se"].to_numpy() ** 2).sum()) / 240)
+    assert found.intervals["kl_tail_estimate_mean"].n == 3
+    scores = scores_of(table)
+    plain = summary.summarise(scores, table["row"].to_numpy(), table["position"].to_numpy())
+    for name in ("kl_reverse_mean", "tv_mean", "rank_mean", "entropy_candidate", "outside_teacher_max", "top5_overlap"):
+        assert plain[name] is None, name
+    assert plain["top1_agreement"] is None and plain["top1_agreement_lowest_id"] is None
+    low, high = s["top1_agreement_low"], s["top1_agreement_high"]
+    exact = np.concatenate([small.exact[i].agree for i in range(3)]).mean()
+    assert low <= exact <= high and low < high and high - low == pytest.approx(found.counts["agreement_unknown"] / 240)
+    assert "top1_agreement" not in intervals(scores, table["row"].to_numpy(), small.panel)
+    line = summary.row_summary(small.panel, 0, Scores(**{n: getattr(scores, n)[:80] for n in SCORE_DTYPES}))
+    assert line.top1_agreement is None and line.tv_mean is None and line.top5_overlap is None
+
+
+def test_summary_of_a_top_k(small: Served) -> None:
+    table = run_table(small, [small.score(i, 20) for i in range(3)])
+    found, scores = additions(table, small.panel), scores_of(table)
+    assert found.summary["kl_tail_estimate_mean"] is None and found.summary["kl_tail_estimate_se"] is None
+    assert "top1_agreement_low" not in found.summary and "tail_estimate_unknown" not in found.counts
+    assert found.counts == {
+        "top1_unknown": 0,
+        "agreement_unknown": 0,
+        "asked_not_known": 0,
+        "mass_rounded": found.counts["mass_rounded"],
+    }
+    plain = summary.summarise(scores, table["row"].to_numpy(), table["position"].to_numpy())
+    assert plain["top1_agreement"] == np.concatenate([small.exact[i].agree for i in range(3)]).mean()
+    assert plain["top5_overlap"] == np.concatenate([small.exact[i].top5_overlap for i in range(3)]).mean() / 5
+    assert plain["kl_mean"] < found.summary["kl_capped_mean"] + 1e-6
+    assert (
+        found.intervals["kl_capped_mean"].low < found.summary["kl_capped_mean"] < found.intervals["kl_capped_mean"].high
+    )
+
+
+def test_an_estimate_that_is_missing_somewhere_is_withheld(small: Served) -> None:
+    table = run_table(small, [asked_scores(small, i, 20, 4) for i in range(3)])
+    values = table["kl_tail_estimate"].to_numpy().copy()
+    values[7] = np.nan
+    place = table.column_names.index("kl_tail_estimate")
+    found = additions(table.set_column(place, "kl_tail_estimate", pa.array(values)), small.panel)
+    assert found.summary["kl_tail_estimate_mean"] is None and found.counts["tail_estimate_unknown"] == 1
+    assert "kl_tail_estimate_mean" not in found.intervals

@@ -80,7 +80,7 @@ class RowSummary(Strict):
     kl_max: float | None
     nll_teacher_mean: float
     nll_candidate_mean: float
-    top1_agreement: float
+    top1_agreement: float | None
     nonfinite: int
     kl_reverse_mean: float | None = None
     tv_mean: float | None = None

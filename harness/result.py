@@ -128,7 +128,7 @@ def intervals(scores: Scores, row_N: np.ndarray, panel: Panel) -> dict[str, Inte
             ("tv_mean", scores.tv),
             ("nll_difference", scores.nll_candidate - scores.nll_teacher),
         ):
-            if np.isfinite(values).all():
+            if np.isfinite(values).all() and (name != "top1_agreement" or summary.choice_known(scores)):
                 estimates[name] = t_interval(group_totals(values, group_N), unit=panel.unit)
         out = {name: Interval(**bounds) for name, e in estimates.items() if (bounds := e.bounds()) is not None}
     return out
@@ -174,6 +174,10 @@ def _side(identity: EngineIdentity, **extra: object) -> SideIdentity:
 
 
 def _census(candidate: ModelFolder) -> dict[str, object]:
+    if candidate.folder.is_file():
+        from harness.engines.gguf_files import gguf_parts
+
+        return {"bytes": sum(part.stat().st_size for part in gguf_parts(candidate.folder))}
     from harness.exl3.census import sizes
 
     found = sizes(candidate.folder)

@@ -17,7 +17,9 @@ from harness.registration import Registration
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text, started
 from harness.report.tables import load_positions
-from harness.result import intervals
+from harness.result import Additions, intervals
+from harness.served.score import EXTRA_DTYPES
+from harness.served.summary import additions
 from harness.stats import Totals, mean_kl_interval, t_interval
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
 from harness.verify.outcome import NOT_HERE, Finding, Outcome
@@ -93,13 +95,15 @@ def _verify_numbers(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> No
     """Summary, counts, rows, intervals and status, all computed again."""
     scores = Scores(**{name: frame[name].to_numpy() for name in SCORE_DTYPES})
     row_N = frame["row"].to_numpy()
-    again = summary.summarise(scores, row_N, frame["position"].to_numpy())
-    outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again}, again)
-    outcome.compare("counts", m.counts, summary.counts(scores))
     panel = _panel_of(m)
+    more = additions(frame, panel) if set(EXTRA_DTYPES) <= set(frame.columns) else Additions()
+    again = summary.summarise(scores, row_N, frame["position"].to_numpy()) | dict(more.summary)
+    outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again}, again)
+    outcome.compare("counts", m.counts, summary.counts(scores) | dict(more.counts))
     rows = [summary.row_summary(panel, r.row, _only(scores, row_N == r.row)) for r in m.per_row]
     outcome.compare("per_row", [r.model_dump() for r in m.per_row], [r.model_dump() for r in rows])
-    found = {name: interval.model_dump() for name, interval in intervals(scores, row_N, panel).items()}
+    given = intervals(scores, row_N, panel) | dict(more.intervals)
+    found = {name: interval.model_dump() for name, interval in given.items()}
     outcome.compare("intervals", {name: interval.model_dump() for name, interval in m.intervals.items()}, found)
     outcome.compare("status", m.status, _status(scores, m))
 
@@ -170,6 +174,11 @@ def _verify_panel(outcome: Outcome, m: Measurement, frame: pd.DataFrame, folder:
     outcome.compare("documents and domains of the rows", named, sealed_names)
 
 
+def _given(value: float | None) -> float:
+    """A row's number for arithmetic; NaN where the receipt withholds it, so that no sum hides it."""
+    return math.nan if value is None else value
+
+
 # ---- a receipt of row means ------------------------------------------------------------------------------------------
 
 
@@ -180,7 +189,7 @@ def _verify_row_means(outcome: Outcome, m: Measurement) -> None:
         "kl_mean": counts * [r.kl_mean for r in m.per_row],
         "nll_teacher": counts * [r.nll_teacher_mean for r in m.per_row],
         "nll_candidate": counts * [r.nll_candidate_mean for r in m.per_row],
-        "top1_agreement": counts * [r.top1_agreement for r in m.per_row],
+        "top1_agreement": counts * [_given(r.top1_agreement) for r in m.per_row],
     }
     means = {name: float(total.sum() / counts.sum()) for name, total in sums.items()}
     means["ppl_token_candidate"] = math.exp(means["nll_candidate"])

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from harness.compare.model import Comparison
 from harness.receipt import Check, Measurement, PanelIdentity, SideIdentity
 from harness.registration import Registration, deviations, lead_time
+from harness.report.bound import floor_text, known_tokens
 from harness.report.numbers import number, percent, with_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """One measurement's or one comparison's ground. ``driven_by`` names arms whose mean one row carries."""
+    """One measurement's or one comparison's ground. ``driven_by`` names arms whose mean one row carries.
+
+    ``longest`` is the number of scored positions of the longest row.
+    """
 
     panel: PanelIdentity
     rows_measured: int
@@ -31,6 +35,9 @@ class Basis:
     driven_by: Sequence[str] = ()
     failed_checks: Sequence[str] = ()
     captured_mass: float | None = None
+    longest: int | None = None
+    known: str | None = None
+    estimated: bool = False
 
 
 def of_measurement(
@@ -53,10 +60,13 @@ def of_measurement(
         candidates=[m.candidate],
         status=m.status,
         registration=_registration_of(m, started),
-        floor=f"{floor.name}, {_kl_text(floor)}" if floor else None,
+        floor=f"{floor.name}, {_kl_text(floor)}" if floor else floor_text(m),
         driven_by=_driven(m, top_row),
         failed_checks=_failed(m.preflight),
         captured_mass=m.summary.get("captured_teacher_mass_mean"),
+        longest=max((row.positions for row in m.per_row), default=None),
+        known=known_tokens(m) if "way" in m.scoring else None,
+        estimated=m.summary.get("kl_tail_estimate_mean") is not None,
     )
 
 
@@ -82,6 +92,7 @@ def of_comparison(c: Comparison) -> Basis:
         resolution=_resolution(c),
         driven_by=[f"{name}: row {s.row} carries {percent(s.share, 1)} of its summed KL" for name, s in heavy],
         captured_mass=min(masses) if masses else None,
+        longest=max((row.positions for row in rows), default=None),
     )
 
 

@@ -18,24 +18,44 @@ ESTIMATORS = {
     "lower_bound": "on the known tokens and one bucket for all others: a lower bound of the full-vocabulary value",
 }
 
+#: What follows "Floor of the ... lane:" where there is none.
+NO_FLOOR = {
+    "weights": "not measured",
+    "served": "not measured, so how much of this KL is the engine's own arithmetic is not known",
+}
+
 
 def how_measured(b: Basis) -> list[str]:
     """The how-measured paragraph, sentence by sentence."""
     estimator = f"Estimator: {b.estimator.replace('_', ' ')}, {ESTIMATORS[b.estimator]}"
+    known = [f"known are {b.known}"] if b.known else []
     if b.captured_mass is not None:
-        estimator += f" (known tokens hold {percent(b.captured_mass)} of the teacher's mass)"
+        known.append(f"known tokens hold {percent(b.captured_mass)} of the teacher's mass")
+    if known:
+        estimator += f" ({'; '.join(known)})"
     return [
         f"Direction: `{b.direction}`.",
         f"{estimator}.",
         f"Lane: {b.lane}, {LANES[b.lane]}.",
         f"Panel: {b.panel.name}, {b.rows_measured} of {b.panel.rows} rows, {count(b.positions)} scored positions, "
-        f"SHA-256 `{b.panel.sha256}`.",
+        f"{_length(b)}SHA-256 `{b.panel.sha256}`.",
         f"Teacher: {_side(b.teacher)}.",
         *(f"Candidate: {_side(candidate)}." for candidate in b.candidates),
-        f"Intervals resample {b.panel.unit}s, never positions.",
-        f"Floor of the {b.lane} lane: {b.floor or 'not measured'}.",
+        _resampled(b.panel.unit),
+        f"Floor of the {b.lane} lane: {b.floor or NO_FLOOR[b.lane]}.",
         b.registration,
     ]
+
+
+def _length(b: Basis) -> str:
+    return "" if b.longest is None else f"at most {count(b.longest + 1)} tokens a row, "
+
+
+def _resampled(unit: str) -> str:
+    """What intervals resample; rows that may share a document are no independent units (FAULTS B 18)."""
+    if unit == "document":
+        return "Intervals resample documents, never positions."
+    return "Intervals resample rows, never positions; rows may share a document, so intervals are descriptive only."
 
 
 def _side(side: SideIdentity) -> str:
@@ -59,6 +79,8 @@ def cannot_tell(b: Basis) -> list[str]:
         "Other tokenizers: ppl_token is per token of this tokenizer on this panel; it compares with nothing else.",
         "Long generations: every position is predicted from the panel's own text, so errors do not feed on themselves.",
     ]
+    if b.longest is not None:
+        lines.append(f"Longer contexts: nothing past token {count(b.longest + 1)} of a row was scored.")
     if b.lane == "weights":
         lines.append(
             "The served model: kernels, KV-cache type and batching of an engine are not in this number, "
@@ -67,7 +89,8 @@ def cannot_tell(b: Basis) -> list[str]:
     if b.floor is None:
         lines.append("What a perfect quant would score here: the floor of this lane was not measured.")
     if b.estimator == "lower_bound":
-        lines.append("The full-vocabulary KL: it is at least this number; how much more is not known.")
+        more = "an estimate of it stands beside" if b.estimated else "how much more is not known"
+        lines.append(f"The full-vocabulary KL: it is at least this number; {more}.")
     if b.resolution:
         lines.append(f"Small differences: this panel resolves {b.resolution}; undecided is not equal.")
     return [*lines, *_conditions(b)]

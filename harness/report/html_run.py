@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pandas as pd
 from harness.receipt import Measurement, RowSummary, load_measurement
 from harness.report import tables
 from harness.report.basis import of_measurement
+from harness.report.bound import bound_lines
 from harness.report.card_pictures import drawings
 from harness.report.card_sources import Part
 from harness.report.caveats import cannot_tell, how_measured
@@ -35,6 +37,7 @@ def run_page(folder: Path, decoder: Decoder | None = None) -> Page:
         labels=labels_of(basis, m.label),
         tables=[
             Table(title="Headline", header=("", "value", "interval"), rows=lines),
+            *_bound(m),
             Table(title="Not ordinary", header=("", "positions"), rows=[(x.name, x.value) for x in count_lines(m)]),
         ],
         pictures=[shown(d.picture, d.draw) for d in drawings(_run_part(m, folder), m.name) if d.draw],
@@ -55,6 +58,13 @@ def run_page(folder: Path, decoder: Decoder | None = None) -> Page:
         how=how_measured(basis),
         cannot=cannot_tell(basis),
     )
+
+
+def _bound(m: Measurement) -> list[Table]:
+    """What a lower bound rests on; nothing for an exact measurement."""
+    rows = [(line.name, line.value, line.meaning.replace("**", "")) for line in bound_lines(m)]
+    title = "What the lower bound rests on"
+    return [Table(title=title, header=("", "value", "what it is"), rows=rows)] if rows else []
 
 
 def _run_part(m: Measurement, folder: Path) -> Part:
@@ -111,14 +121,21 @@ def _worst_of_run(m: Measurement, frame: pd.DataFrame, decoder: Decoder | None) 
             ("next token", _token(p["target"], decoder)),
             ("teacher's choice", f"{teacher}, p = {number(p['p_top1_teacher'], 3)}"),
             ("candidate's choice", candidate),
-            ("rank of the teacher's choice in the candidate", count(p["rank"])),
+            ("rank of the teacher's choice in the candidate", count(p["rank"] if p["rank"] > 0 else None)),
             ("NLL teacher / candidate", f"{number(p['nll_teacher'], 3)} / {number(p['nll_candidate'], 3)}"),
-            ("entropy teacher / candidate", f"{number(p['entropy_teacher'])} / {number(p['entropy_candidate'])}"),
-            ("total variation", number(p["tv"])),
+            ("entropy teacher / candidate", f"{_told(p['entropy_teacher'])} / {_told(p['entropy_candidate'])}"),
+            ("total variation", _told(p["tv"])),
         ]
         heading = f"KL {number(p['kl'])} at row {row.row}, position {place} ({row.domain}, {row.document})"
         yield Expanded(heading=heading, figures=figures, context=context_text(near["target"].tolist(), decoder))
 
 
+def _told(value: float) -> str:
+    """A position's number, or that it is not there: a server's answer holds some of them only."""
+    return number(None if math.isnan(value) else value)
+
+
 def _token(token: float, decoder: Decoder | None) -> str:
+    if token < 0:
+        return "not known"
     return f"{int(token)}" if decoder is None else f"{decoder.decode([int(token)])!r} ({int(token)})"

@@ -13,11 +13,12 @@ import pandas as pd
 from harness.receipt import Interval, Measurement, load_measurement
 from harness.report import caveats, tables
 from harness.report.basis import of_measurement
+from harness.report.bound import agreement_text, bound_lines
 from harness.report.numbers import bracket, count, estimate, number, percent, percent_bracket, signed
 from harness.report.plots import Picture, write_pictures
 from harness.report.render import render
 from harness.stats import Estimate
-from harness.store import write_text
+from harness.store import refuse_paths, write_text
 
 WORST_ROWS, WORST_POSITIONS = 5, 10
 #: Per-row tables longer than this are folded.
@@ -37,7 +38,9 @@ def write_report(folder: Path) -> Path:
     """Write report.md and its pictures into a run folder; returns the report's path."""
     measurement, frame = load_measurement(folder), tables.load_positions(folder)
     pictures = write_pictures(folder, frame, measurement)
-    write_text(folder / "report.md", report_text(measurement, frame, pictures, started=started(folder)))
+    text = report_text(measurement, frame, pictures, started=started(folder))
+    refuse_paths("report.md", text)
+    write_text(folder / "report.md", text)
     return folder / "report.md"
 
 
@@ -61,6 +64,7 @@ def context(measurement: Measurement, frame: pd.DataFrame, started: str | None =
     return {
         "m": measurement,
         "headline": headline(measurement, frame, units),
+        "bound": bound_lines(measurement),
         "counts": count_lines(measurement),
         "worst_rows": worst_rows(measurement)[:WORST_ROWS],
         "rows": measurement.per_row,
@@ -82,25 +86,42 @@ def context(measurement: Measurement, frame: pd.DataFrame, started: str | None =
 def headline(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> list[Line]:
     """The headline table; every number that is a mean over positions carries its interval."""
     unit, s = m.panel.unit, m.summary
-    mean = {name: tables.mean_estimate(frame[name].to_numpy(), units, unit) for name in ("tv", "kl_reverse")}
     delta = tables.mean_estimate((frame["nll_candidate"] - frame["nll_teacher"]).to_numpy(), units, unit)
-    agreement = tables.share_estimate(frame["agree"].to_numpy(), units, unit)
     kl = m.intervals.get("kl_mean")
     return [
         Line(name="rows, positions", value=f"{rows_text(m)}, {count(m.positions)}"),
-        _share("top-1 agreement", agreement),
+        _agreement(m, frame, units),
         Line(name=kl_name(m, "mean"), value=estimate(s["kl_mean"], kl), interval=interval_text(kl, m)),
+        *_finite_lines(m),
         *_quantile_lines(m, tables.quantiles(frame, units, unit)),
         max_line(m),
+        _top_line(m, tables.top_positions_share(frame)),
         *[_share(f"positions with KL > {nats:g} nats", rate) for nats, rate in tables.tail_rates(frame, units, unit)],
-        _mean("KL(candidate‖teacher) mean", mean["kl_reverse"]),
-        _mean("total variation, mean", mean["tv"]),
+        *_where_measured(m, frame, units),
         Line(name="NLL of the teacher, nats", value=number(s["nll_teacher"], 5)),
         Line(name="NLL of the candidate, nats", value=number(s["nll_candidate"], 5)),
         _mean("NLL candidate - teacher", delta, sign=True),
         Line(name="ppl_token of the teacher", value=number(s["ppl_token_teacher"], 5)),
         Line(name="ppl_token of the candidate", value=number(s["ppl_token_candidate"], 5)),
         _ratio("ppl_token candidate / teacher", delta),
+    ]
+
+
+def _agreement(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> Line:
+    """Top-1 agreement; between which shares it lies where a server does not tell every choice."""
+    if m.summary["top1_agreement"] is None:
+        unknown = m.counts.get("agreement_unknown")
+        return Line(name="top-1 agreement", value=agreement_text(m), interval=f"none: unknown at {count(unknown)}")
+    return _share("top-1 agreement", tables.share_estimate(frame["agree"].to_numpy(), units, m.panel.unit))
+
+
+def _where_measured(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> list[Line]:
+    """The means that only a full vocabulary gives; withheld ones are left out."""
+    named = (("kl_reverse", "KL(candidate‖teacher) mean"), ("tv", "total variation, mean"))
+    return [
+        _mean(text, tables.mean_estimate(frame[name].to_numpy(), units, m.panel.unit))
+        for name, text in named
+        if m.summary.get(f"{name}_mean") is not None
     ]
 
 
@@ -162,6 +183,25 @@ def _quantile_lines(m: Measurement, quantiles: dict[str, Estimate]) -> list[Line
     return lines
 
 
+def _finite_lines(m: Measurement) -> list[Line]:
+    """Beside a mean that is not finite, the mean without such positions, with their number (FAULTS A 21, A 27)."""
+    if (finite := m.summary.get("kl_mean_finite")) is None:
+        return []
+    bad = count(m.counts["nonfinite_positions"])
+    name = kl_name(m, f"mean excluding {bad} positions")
+    return [
+        Line(name=name, value=number(finite), interval=f"over {percent(m.summary['finite_share'], 4)} of positions")
+    ]
+
+
+def _top_line(m: Measurement, share: float | None) -> Line:
+    """How heavy the tail is: a mean that few positions carry is theirs (FAULTS B 23)."""
+    name = f"{kl_name(m, 'sum').removesuffix(', nats')} in the top 1 % of positions"
+    if share is None:
+        return Line(name=name, value="n/a", interval="none: the sum is 0 or not finite")
+    return Line(name=name, value=percent(share), interval="a share of this panel; none")
+
+
 def max_line(m: Measurement) -> Line:
     """The maximum with its place and N: never with an interval, since it only grows with N."""
     place = f"of {count(m.positions)} positions"
@@ -183,6 +223,11 @@ COUNT_NAMES = {
     "zero_kl": "positions with KL exactly 0",
     "tied_teacher": "positions where the teacher's top-1 is a tie",
     "tied_candidate": "positions where the candidate's top-1 is a tie",
+    "top1_unknown": "positions where the candidate's top-1 is not known",
+    "agreement_unknown": "positions where agreement is not known",
+    "asked_not_known": "positions where a token that was asked for is not known",
+    "mass_rounded": "positions whose uncovered mass is below rounding",
+    "tail_estimate_unknown": "positions without an estimate",
 }
 
 

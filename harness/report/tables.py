@@ -102,8 +102,16 @@ def _bucket(label: str, part: pd.DataFrame, units: np.ndarray, unit: str, start:
         stop=stop,
         positions=len(part),
         kl=mean_estimate(part["kl"].to_numpy(), units, unit),
-        agreement=share_estimate(part["agree"].to_numpy(), units, unit),
+        agreement=_agreement(part, units, unit),
     )
+
+
+def _agreement(part: pd.DataFrame, units: np.ndarray, unit: str) -> Estimate:
+    """Top-1 agreement; NaN, with the reason, where a server does not tell every choice."""
+    unknown = int(((part["top1_candidate"] < 0) & np.isfinite(part["kl"])).sum())
+    if unknown:
+        return _not_finite(float("nan"), units, unit, f"the candidate's choice is not known at {unknown} positions")
+    return share_estimate(part["agree"].to_numpy(), units, unit)
 
 
 def by_position(frame: pd.DataFrame, units: np.ndarray, unit: str, bins: int = 10) -> list[Bucket]:
@@ -188,6 +196,15 @@ def worst_positions(frame: pd.DataFrame, number: int = 10) -> pd.DataFrame:
     badness = np.nan_to_num(frame["kl"].to_numpy(), nan=np.inf, posinf=np.inf)
     order = np.lexsort((frame["position"], frame["row"], -badness))
     return frame.iloc[order[:number]]
+
+
+def top_positions_share(frame: pd.DataFrame) -> float | None:
+    """Share of the summed KL that the 1 % of positions with the highest KL carry; None where the sum is 0 or not finite."""
+    kl = np.sort(frame["kl"].to_numpy())[::-1]
+    total = float(kl.sum())
+    if not np.isfinite(total) or total <= 0:
+        return None
+    return float(kl[: -(-len(kl) // 100)].sum() / total)
 
 
 def top_row_share(frame: pd.DataFrame) -> tuple[int, float] | None:

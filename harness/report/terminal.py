@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from harness.receipt import Measurement, RowSummary
+from harness.report.bound import agreement_text, bound_lines, floor_text
 from harness.report.numbers import count, number, percent, with_interval
 from harness.report.run_report import rows_text, worst_rows
 
@@ -21,7 +22,7 @@ def measurement_table(measurement: Measurement) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_row("rows, positions", f"{rows_text(m)}, {count(m.positions)}")
-    table.add_row("top-1 agreement", percent(s["top1_agreement"]))
+    table.add_row("top-1 agreement", agreement_text(m))
     table.add_row("KL mean, 95 % interval", with_interval(s["kl_mean"], m.intervals.get("kl_mean")))
     table.add_row("KL p50 / p95 / p99", " / ".join(number(s[f"kl_{name}"]) for name in ("p50", "p95", "p99")))
     at = s.get("kl_max_at")
@@ -30,6 +31,7 @@ def measurement_table(measurement: Measurement) -> Table:
     table.add_row("NLL teacher / candidate", f"{number(s['nll_teacher'])} / {number(s['nll_candidate'])}")
     ppl = f"{number(s['ppl_token_teacher'])} / {number(s['ppl_token_candidate'])}"
     table.add_row("ppl_token teacher / candidate", ppl, end_section=True)
+    _add_bound(table, m)
     _add_oddities(table, m)
     for row in worst_rows(m)[:WORST]:
         table.add_row(f"worst row {row.row} ({row.domain})", _row_text(row))
@@ -38,6 +40,15 @@ def measurement_table(measurement: Measurement) -> Table:
 
 def _row_text(row: RowSummary) -> str:
     return f"KL {number(row.kl_mean)}, top-1 {percent(row.top1_agreement)}"
+
+
+def _add_bound(table: Table, m: Measurement) -> None:
+    """How much a lower bound knows, and the floor of a served lane or that there is none."""
+    lines = bound_lines(m)
+    for line in lines:
+        table.add_row(line.name + (" [red](not a bound)[/red]" if "not a bound" in line.meaning else ""), line.value)
+    if lines or m.lane == "served":
+        table.add_row(f"floor of the {m.lane} lane", floor_text(m) or "not measured", end_section=True)
 
 
 def _add_oddities(table: Table, m: Measurement) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from harness.errors import Refused
-from harness.store import write_json
+from harness.store import write_receipt
 
 FORMAT = "exl3-fidelity/measurement/1"
 DIRECTION = "KL(teacher||candidate) = sum_v P(v) * ln(P(v) / Q(v)), P teacher, Q candidate, nats"
@@ -141,7 +141,7 @@ class Measurement(Strict):
 
 def save_measurement(folder: Path, measurement: Measurement) -> None:
     """Write measurement.json; it comes last, so its existence means that the measurement is whole."""
-    write_json(folder / "measurement.json", measurement.model_dump())
+    write_receipt(folder / "measurement.json", measurement.model_dump())
 
 
 def load_measurement(path: Path) -> Measurement:

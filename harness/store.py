@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.errors import StorageError
+from harness.errors import Refused, StorageError
 
 
 @contextmanager
@@ -69,6 +70,29 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)) or hasattr(value, "tolist"):
         return [plain(v) for v in (value.tolist() if hasattr(value, "tolist") else value)]
     return value
+
+
+def refuse_paths(what: str, text: str) -> None:
+    """Refuse text for others that names this machine's home or working folder, or anybody's home (FAULTS B 51).
+
+    Raises:
+        Refused: with the beginning of the path and where it stands.
+    """
+    here = {str(Path.home()), str(Path.cwd())} - {"/"}
+    pattern = "|".join([*(re.escape(folder) for folder in sorted(here)), "/home", "/Users", r"[A-Za-z]:\\\\?Users"])
+    found = re.search(rf"(?<![\w.])(?:{pattern})(?:[/\\]+[\w.-]+)+", text)
+    if found:
+        line = text.count("\n", 0, found.start()) + 1
+        raise Refused(
+            f"{what} would tell the path {found.group()[:60]} of this machine (line {line})",
+            "give models and tasks names without folders; nothing was written",
+        )
+
+
+def write_receipt(target: Path, value: Any) -> None:
+    """`write_json` of a file that is made to be published: a path of this machine in it is refused."""
+    refuse_paths(target.name, json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False))
+    write_json(target, value)
 
 
 def write_json(target: Path, value: Any) -> None:

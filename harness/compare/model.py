@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.errors import Refused
 from harness.receipt import PanelIdentity, SideIdentity
 from harness.stats import Estimate, Verdict
-from harness.store import write_json
+from harness.store import write_receipt
 
 FILE = "comparison.json"
 
@@ -317,7 +317,7 @@ class Comparison(Strict):
 
 def save_comparison(folder: Path, comparison: Comparison) -> None:
     """Write comparison.json."""
-    write_json(folder / FILE, comparison.model_dump())
+    write_receipt(folder / FILE, comparison.model_dump())
 
 
 def load_comparison(path: Path) -> Comparison:

@@ -19,7 +19,7 @@ from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_pictures import draw_all, shown
 from harness.report.card_sources import Part, collect
 from harness.report.card_tasks import load_tasks
-from harness.store import atomic_path, folder_lock, write_json, write_text
+from harness.store import atomic_path, folder_lock, refuse_paths, write_json, write_text
 from harness.tasks.receipt import FILE as TASKS
 from harness.tasks.receipt import ITEMS, load_receipt
 
@@ -63,6 +63,7 @@ def write_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: 
         record = copy_receipts(parts, tasks, folder, options, subject)
         card = _card(parts, options, folder, tasks)
         readme = folder / README
+        refuse_paths("the card", card.block)
         write_text(readme, merged_readme(_text(readme), card.block, card.keys))
         for name, text in card.files.items():
             write_text(folder / name, text)

@@ -6,6 +6,8 @@ import math
 from typing import Protocol
 
 SUPPORTED_DIGITS = 2
+#: An interval narrower than this share of its ends is rounding of the arithmetic, and supports no further digits.
+NO_SPREAD = 1e-9
 MISSING = "n/a"
 
 
@@ -20,11 +22,11 @@ class Bounds(Protocol):
 
 
 def supported_decimals(low: float | None, high: float | None) -> int | None:
-    """Decimals at which the half width shows two digits; None where the interval has no finite width."""
+    """Decimals at which the half width shows two digits; None where the interval has no finite width, or none."""
     if low is None or high is None:
         return None
     half_width = (high - low) / 2
-    if not math.isfinite(half_width) or half_width <= 0:
+    if not math.isfinite(half_width) or half_width <= NO_SPREAD * max(abs(low), abs(high)):
         return None
     return max(0, SUPPORTED_DIGITS - 1 - math.floor(math.log10(half_width)))
 

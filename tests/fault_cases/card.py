@@ -21,6 +21,7 @@ from harness.report.card_tables import quality
 from harness.report.frontmatter import PanelResult, dump, our_keys, panel_results, parse, split_readme
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
+from harness.store import write_receipt
 from harness.verify.run import verify_run
 from tests.compare.fake_arms import World
 from tests.fault_cases.entry import Fault
@@ -109,7 +110,17 @@ def metadata_loss(folder: Path) -> None:
 
 
 def dead_evidence(folder: Path) -> None:
-    """No path or host in what is published; a number that was edited, and a card that is stale, are found."""
+    """No path or host in what is published, or it is not written; edited numbers and stale cards are found."""
+    for leak in (
+        f"{Path.home()}/models/x",
+        "/home/somebody/x.safetensors",
+        "/Users/me/quants/y",
+        str(Path.cwd() / "z"),
+    ):
+        with pytest.raises(Refused, match="measurement.json would tell the path .* of this machine"):
+            write_receipt(folder / "measurement.json", {"teacher": {"model": leak}})
+    assert not (folder / "measurement.json").exists()
+    write_receipt(folder / "fine.json", {"model": "org/home-grown", "url": "https://host/home/x", "file": "text/a.txt"})
     found = write_run(folder, make_frame(rows=4, length=40))
     report = report_text(found, load_positions(folder), [])
     (folder / "report.md").write_text(report)

@@ -51,6 +51,13 @@ def test_number(value: float | None, decimals: int | None, text: str) -> None:
     assert number(value, decimals) == text
 
 
+def test_an_interval_of_rounding_alone_supports_no_digits() -> None:
+    """Two ends that differ in the last bits of a float64 are one number, not one with sixteen digits."""
+    near = interval(0.0013999999999999993, 0.0014000000000000004)
+    assert with_interval(0.0014, near) == "0.00140 [0.00140, 0.00140]"
+    assert bracket(interval(0.0, 0.0)) == "[0, 0]"
+
+
 @pytest.mark.parametrize(
     ("low", "high", "text"),
     [

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.special import logsumexp
 
-from harness.compare.items_model import ItemArm, ItemPair, TaskComparison, TaskComparisons, TeacherAgreement, Verdict
+from harness.compare.items_model import ItemArm, ItemPair, TaskComparison, TaskComparisons, Verdict
 from harness.compare.items_pairing import TaskRun, choices_of, load_task_run, load_task_runs, paired_items
 from harness.compare.items_pairing import require_comparable as require_same_tasks
+from harness.compare.items_teacher import agreement_with, in_lane
 from harness.compare.model import Figure
 from harness.stats import (
     Estimate,
@@ -25,7 +25,6 @@ from harness.stats import (
     decide,
     detectable_difference,
     group_totals,
-    log_t_interval,
     newcombe,
     p_of_difference,
     t_interval,
@@ -53,7 +52,7 @@ def compare_task_runs(paths: Sequence[Path], *, teacher: Path | None = None) -> 
     entries = require_same_tasks(runs)
     known = load_task_run(teacher) if teacher else None
     if known is not None:
-        require_same_tasks([known, *_in_lane(runs, known)])
+        require_same_tasks([known, *in_lane(runs, known)])
     first = runs[0].receipt
     tasks = [_task(entry, runs, known, first.suite.margins.get(entry, MARGIN)) for entry in entries]
     return TaskComparisons(
@@ -71,15 +70,9 @@ def compare_task_runs(paths: Sequence[Path], *, teacher: Path | None = None) -> 
     )
 
 
-def _in_lane(runs: Sequence[TaskRun], teacher: TaskRun) -> list[TaskRun]:
-    """A teacher may be asked in another lane than the arms (it often cannot be served); all else must be the same."""
-    lane = teacher.receipt.lane
-    return [TaskRun(name=r.name, receipt=r.receipt.model_copy(update={"lane": lane}), items=r.items) for r in runs]
-
-
 def _task(entry: str, runs: Sequence[TaskRun], teacher: TaskRun | None, margin: float) -> TaskComparison:
     results = [_known(run, entry) for run in runs]
-    agreement = [_agreement(entry, run, teacher) for run in runs] if teacher else []
+    agreement = [agreement_with(teacher, run, entry) for run in runs] if teacher else []
     return TaskComparison(
         task=entry,
         metric=results[0].metric,
@@ -221,48 +214,6 @@ def _unpaired(base: TaskResult, other: TaskResult, name: str, second: str, why: 
         verdict=verdict,
         reason="the unpaired interval " + ("holds 0: not distinguishable" if low <= 0 <= high else "leaves 0"),
     )
-
-
-# ---- the teacher -----------------------------------------------------------------------------------------------------
-
-
-def _agreement(entry: str, run: TaskRun, teacher: TaskRun) -> TeacherAgreement | None:
-    items = paired_items(teacher, run, entry) if teacher.receipt.result(entry) else "not run"
-    if isinstance(items, str):
-        return None
-    t, c = items
-    same_N = choices_of(t) == choices_of(c)
-    right_t, right_c = t.correct.to_numpy() == 1, c.correct.to_numpy() == 1
-    low, high = wilson(int(same_N.sum()), len(t))
-    return TeacherAgreement(
-        arm=run.name,
-        n=len(t),
-        same_choice=int(same_N.sum()),
-        low=low,
-        high=high,
-        right_to_wrong=int((right_t & ~right_c).sum()),
-        wrong_to_right=int((~right_t & right_c).sum()),
-        wrong_to_another_wrong=int((~right_t & ~right_c & ~same_N).sum()),
-        choice_kl=_choice_kl(t, c),
-    )
-
-
-def _choice_kl(t: pd.DataFrame, c: pd.DataFrame) -> Figure | None:
-    """Mean KL(teacher||candidate) over the choices of an item, nats."""
-    if t.loglikelihoods.isna().any() or c.loglikelihoods.isna().any():
-        return None
-    values_N = np.array([choice_kl(p, q) for p, q in zip(t.loglikelihoods, c.loglikelihoods, strict=True)])
-    totals = group_totals(values_N, np.arange(len(values_N)))
-    return Figure.of(log_t_interval(totals, unit="item"))
-
-
-def choice_kl(teacher: Sequence[float], candidate: Sequence[float]) -> float:
-    """KL of two distributions over the choices, each normalised over them; nats."""
-    p = np.asarray(teacher, dtype=float) - logsumexp(teacher)
-    q = np.asarray(candidate, dtype=float) - logsumexp(candidate)
-    # exp(d) - 1 - d is the same sum and never negative.
-    d = q - p
-    return float((np.exp(p) * (np.expm1(d) - d)).sum())
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ def _pair_rows(task: TaskComparison, pair: ItemPair) -> list[tuple[str, ...]]:
     p = MISSING if pair.p is None else number(pair.p)
     verdict = f"{pair.verdict}: {pair.reason}"
     rows: list[tuple[str, ...]] = [(task.task, points(pair.difference), flips, p, nats(pair.margin_change), verdict)]
+    if pair.bootstrap is not None:
+        rows.append(("  paired bootstrap over items", points(pair.bootstrap), "", "", "", ""))
     if pair.by_subject is not None:
         by_subject = f"  by subject ({pair.by_subject.n})"
         rows.append((by_subject, points(pair.by_subject), "", "", nats(pair.margin_change_by_subject), ""))

@@ -60,7 +60,8 @@ def build_card(
 ) -> Card:
     """Render the card of one subject."""
     home, subject = find_subject(parts, options.subject)
-    benchmarks = task_table(tasks, _arms(home), subject)
+    teacher = (home.basis.teacher.model, home.basis.teacher.weights_sha256)
+    benchmarks = task_table(tasks, _arms(home), subject, teacher=teacher)
     ordered = [home, *(part for part in parts if part is not home)]
     sections = [_section(part, subject if part is home else part.names[-1], options) for part in ordered]
     side, basis = _side_of(home, subject), home.basis

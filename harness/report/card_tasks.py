@@ -1,6 +1,7 @@
 """The card's table Task benchmarks, from tasks.json and items.parquet: every benchmark with n, ± and a verdict.
 
-Where both sides hold the same items the difference is paired (McNemar, flips); else it is not, and says so.
+Where both sides hold the same items the difference is paired (McNemar, flips); else it is not, and says so. Where the
+teacher ran the benchmark too, a second table holds each arm's answers against the teacher's own.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_eval_result_entries
 
 from harness.compare.items import compare_task_runs
+from harness.compare.items_teacher import agreement_of
 from harness.compare.model import Figure
 from harness.errors import Refused, UsageError
 from harness.report.card_tables import scaled
 from harness.report.frontmatter import TaskResult as IndexResult
 from harness.report.frontmatter import dump, require_plain
-from harness.report.numbers import bracket, count, number, signed, supported_decimals
+from harness.report.numbers import MISSING, bracket, count, number, percent, signed, supported_decimals, with_interval
 from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt, selection
 
 #: Benchmarks that the Hub lists, by lm-eval task: dataset, task id of its eval.yaml, config and split.
@@ -28,21 +30,35 @@ HUB = {
     "gsm8k": ("openai/gsm8k", "gsm8k", "main", "test"),
     "mmlu_pro": ("TIGER-Lab/MMLU-Pro", "mmlu_pro", "default", "test"),
 }
+NOT_RUN = "not run"
 #: Datasets of other well-known tasks, for model-index only.
 DATASETS = {"mmlu": ("cais/mmlu", "all", "test")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskLine:
-    """One benchmark: a value for each arm, and the subject's difference to the baseline."""
+    """One benchmark: the teacher's value, one for each arm, and the subject's difference to the baseline."""
 
     name: str
     n: str
-    arms: tuple[str, ...]
+    teacher: str
     values: tuple[str, ...]
     difference: str = ""
     flips: str = ""
     verdict: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementLine:
+    """One arm's answers to one benchmark against the teacher's own, as cells."""
+
+    name: str
+    arm: str
+    same: str
+    right_to_wrong: str
+    wrong_to_right: str
+    wrong_to_another_wrong: str
+    choice_kl: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +71,15 @@ class TaskRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTable:
-    """The table, what departs from the suite, and the subject's own runs for front matter and .eval_results."""
+    """The tables, what departs from the suite, and the subject's own runs for front matter and .eval_results.
+
+    ``teacher`` is its name where it ran too, else empty.
+    """
 
     arms: tuple[str, ...]
+    teacher: str
     lines: list[TaskLine]
+    agreement: list[AgreementLine]
     notes: list[str]
     subject: list[TaskRun]
 
@@ -68,65 +89,109 @@ def load_tasks(folders: Sequence[Path]) -> list[TaskRun]:
     return [TaskRun(folder=folder, receipt=load_receipt(folder)) for folder in folders]
 
 
-def task_table(runs: Sequence[TaskRun], arms: Sequence[tuple[str, str]], subject: str) -> TaskTable | None:
+def task_table(
+    runs: Sequence[TaskRun], arms: Sequence[tuple[str, str]], subject: str, *, teacher: tuple[str, str] | None = None
+) -> TaskTable | None:
     """Lay task runs beside the arms ``(name, weights digest)``; the baseline first, the subject last.
+
+    Args:
+        teacher: its name and weights digest; its own run may be among ``runs``.
 
     Raises:
         UsageError: a task run belongs to no arm.
     """
     if not runs:
         return None
+    known = [run for run in runs if teacher is not None and _is_of(run.receipt, teacher)]
     by_arm: dict[str, list[TaskRun]] = {}
     for run in runs:
-        by_arm.setdefault(_arm_of(run.receipt, arms), []).append(run)
+        owner = _arm_of(run.receipt, arms, or_none=run in known)
+        if owner is not None:
+            by_arm.setdefault(owner, []).append(run)
     names = [name for name, _ in arms if name in by_arm and name != subject]
     names += [subject] if subject in by_arm else []
-    entries = dict.fromkeys((run.receipt.suite.sha256, entry) for run in runs for entry in run.receipt.suite.entries)
-    lines = [line for suite, entry in entries for line in _lines(by_arm, names, suite, entry)]
-    notes = [f"{run.receipt.name}: {text}" for run in runs for text in [*run.receipt.deviations, *run.receipt.notes]]
-    return TaskTable(arms=tuple(names), lines=lines, notes=list(dict.fromkeys(notes)), subject=by_arm.get(subject, []))
+    found = _Runs(names=tuple(names), by_arm=by_arm, teacher=known)
+    return _table(found, runs, subject)
 
 
-def _arm_of(receipt: TaskReceipt, arms: Sequence[tuple[str, str]]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """Task runs by arm, and the teacher's own."""
+
+    names: tuple[str, ...]
+    by_arm: dict[str, list[TaskRun]]
+    teacher: list[TaskRun]
+
+
+def _table(found: _Runs, runs: Sequence[TaskRun], subject: str) -> TaskTable:
+    of_arms = [run for name in found.names for run in found.by_arm[name]]
+    entries = dict.fromkeys((run.receipt.suite.sha256, entry) for run in of_arms for entry in run.receipt.suite.entries)
+    rows = [_rows(found, suite, entry) for suite, entry in entries]
+    return TaskTable(
+        arms=found.names,
+        teacher=found.teacher[0].receipt.name if found.teacher else "",
+        lines=[line for line, _, _ in rows],
+        agreement=[line for _, lines, _ in rows for line in lines],
+        notes=list(dict.fromkeys([*_notes(runs), *(text for _, _, texts in rows for text in texts)])),
+        subject=found.by_arm.get(subject, []),
+    )
+
+
+def _notes(runs: Sequence[TaskRun]) -> list[str]:
+    """What the receipts say, with their names; what all of them say once and without."""
+    said: dict[str, list[str]] = {}
+    for run in runs:
+        for text in [*run.receipt.deviations, *run.receipt.notes]:
+            said.setdefault(text, []).append(run.receipt.name)
+    common = len(runs) > 1
+    return [
+        text if common and len(names) == len(runs) else f"{', '.join(names)}: {text}" for text, names in said.items()
+    ]
+
+
+def _is_of(receipt: TaskReceipt, model: tuple[str, str]) -> bool:
+    """Whether a run is of the model with this name and weights digest."""
+    name, digest = model
     weights = receipt.model.weights_sha256
-    for name, digest in arms:
-        if (weights not in ("", "unknown") and weights == digest) or receipt.name == name:
-            return name
+    return (weights not in ("", "unknown") and weights == digest) or receipt.name == name
+
+
+def _arm_of(receipt: TaskReceipt, arms: Sequence[tuple[str, str]], *, or_none: bool) -> str | None:
+    for arm in arms:
+        if _is_of(receipt, arm):
+            return arm[0]
+    if or_none:
+        return None
     known = ", ".join(name for name, _ in arms)
     raise UsageError(
-        f"the tasks of {receipt.name} belong to none of {known}",
+        f"the tasks of {receipt.name} belong to none of {known}, and it is not their teacher",
         "name tasks of the measured checkpoints, or --name them",
     )
 
 
-def _lines(by_arm: dict[str, list[TaskRun]], names: Sequence[str], suite: str, entry: str) -> list[TaskLine]:
-    """The line of one entry of one suite; runs of another suite of the same task are another line (FAULTS A 69)."""
-    found = {name: run for name in names if (run := _run_of(by_arm[name], suite, entry)) is not None}
-    if not found:
-        return []
-    results = {name: run.receipt.result(entry) for name, run in found.items()}
-    shown = tuple(r.shown if (r := results.get(name)) else "not run" for name in names)
-    last = next(reversed(found))
-    line = TaskLine(
-        name=f"{_alias(found[last].receipt, entry)} ({selection(found[last].receipt, entry)})",
-        n=count(_result(found[last], entry).n),
-        arms=tuple(names),
-        values=shown,
+def _rows(found: _Runs, suite: str, entry: str) -> tuple[TaskLine, list[AgreementLine], list[str]]:
+    """One entry of one suite; runs of another suite of the same task are another line (FAULTS A 69)."""
+    have = {name: run for name in found.names if (run := _run_of(found.by_arm[name], suite, entry)) is not None}
+    results = {name: _result(run, entry) for name, run in have.items()}
+    last = have[next(reversed(have))]
+    teacher = _run_of(found.teacher, suite, entry)
+    name = f"{_alias(last.receipt, entry)} ({selection(last.receipt, entry)})"
+    paired = len(found.names) > 1 and found.names[0] in have and found.names[-1] in have
+    difference, flips, verdict, notes = (
+        _difference(have[found.names[0]], have[found.names[-1]], entry) if paired else ("", "", "", [])
     )
-    if len(names) < 2 or names[0] not in found or names[-1] not in found:
-        return [line]
-    difference, flips, verdict = _difference(found[names[0]], found[names[-1]], entry)
-    return [
-        TaskLine(
-            name=line.name,
-            n=line.n,
-            arms=line.arms,
-            values=shown,
-            difference=difference,
-            flips=flips,
-            verdict=verdict,
-        )
-    ]
+    line = TaskLine(
+        name=name,
+        n=count(_result(last, entry).n),
+        teacher=_result(teacher, entry).shown if teacher else NOT_RUN,
+        values=tuple(results[arm].shown if arm in results else NOT_RUN for arm in found.names),
+        difference=difference,
+        flips=flips,
+        verdict=verdict,
+    )
+    agreement = {arm: _agreement(name, arm, run, teacher, entry) for arm, run in have.items()} if teacher else {}
+    unlike = [f"{arm}: its items of {entry} are not the teacher's" for arm, its in agreement.items() if its is None]
+    return line, [its for its in agreement.values() if its is not None], [*notes, *unlike]
 
 
 def _run_of(runs: Sequence[TaskRun], suite: str, entry: str) -> TaskRun | None:
@@ -147,18 +212,35 @@ def _alias(receipt: TaskReceipt, entry: str) -> str:
 # ---- differences -----------------------------------------------------------------------------------------------------
 
 
-def _difference(a: TaskRun, b: TaskRun, entry: str) -> tuple[str, str, str]:
-    """Difference in percentage points with its interval, flips, verdict; paired where the items are the same."""
+def _difference(a: TaskRun, b: TaskRun, entry: str) -> tuple[str, str, str, list[str]]:
+    """Difference in percentage points with its interval, flips, verdict, and warnings; paired where items are equal."""
     made = compare_task_runs([a.folder, b.folder])
     pair = next(task.pairs[0] for task in made.tasks if task.task == entry)
     points = _points(scaled(pair.difference, 100.0))
     verdict = "undecided (within noise)" if pair.verdict == "within noise" else pair.verdict
     if not pair.paired:
-        return points, f"not known: {pair.why_not}", f"{verdict}, unpaired"
+        return points, "not paired", f"{verdict}, unpaired", made.warnings
     flips = f"{pair.lost} lost, {pair.won} won of {count(pair.n)}; McNemar p = {number(pair.p, 3)}"
     if pair.margin_change is not None:
         flips += f"; margin of the right answer {_nats(pair.margin_change)} nats"
-    return points, flips, verdict
+    return points, flips, verdict, made.warnings
+
+
+def _agreement(name: str, arm: str, run: TaskRun, teacher: TaskRun, entry: str) -> AgreementLine | None:
+    """One arm's answers against the teacher's; None where they did not answer the same items."""
+    found = agreement_of(run.folder, teacher.folder, entry)
+    if found is None:
+        return None
+    kl = found.choice_kl
+    return AgreementLine(
+        name=name,
+        arm=arm,
+        same=f"{percent(found.share, 1)} [{100 * found.low:.1f}, {100 * found.high:.1f}]",
+        right_to_wrong=count(found.right_to_wrong),
+        wrong_to_right=count(found.wrong_to_right),
+        wrong_to_another_wrong=count(found.wrong_to_another_wrong),
+        choice_kl=with_interval(kl.estimate, kl) if kl else MISSING,
+    )
 
 
 def _points(difference: Figure) -> str:
@@ -178,7 +260,7 @@ def index_results(table: TaskTable) -> list[IndexResult]:
     for run in table.subject:
         for entry in run.receipt.suite.entries:
             result = _result(run, entry)
-            dataset, config, split = _dataset(entry)
+            dataset, config, split = _dataset(entry, result)
             chosen = selection(run.receipt, entry)
             if not chosen.startswith("all "):
                 split = f"{split}, {chosen}"
@@ -192,11 +274,13 @@ def index_results(table: TaskTable) -> list[IndexResult]:
     return out
 
 
-def _dataset(entry: str) -> tuple[str, str, str]:
+def _dataset(entry: str, result: TaskResult) -> tuple[str, str, str]:
+    """Dataset, configuration and split; the lm_eval package's own questions are of the development split."""
     if entry in HUB:
         dataset, _, config, split = HUB[entry]
-        return dataset, config, split
-    return DATASETS.get(entry, ("lm-eval", entry, "test"))
+    else:
+        dataset, config, split = DATASETS.get(entry, ("lm-eval", entry, "test"))
+    return dataset, config, "dev" if result.data == "wheel" else split
 
 
 def hub_files(table: TaskTable, repo: str | None) -> dict[str, str]:

@@ -134,15 +134,19 @@ class TaskReceipt(Strict):
 
 
 def selection(receipt: TaskReceipt, entry: str) -> str:
-    """Which items were asked: ``57 x first 20``, ``198 of 198`` (FAULTS A 59, B 47: a limit is no sample)."""
+    """Which items were asked: ``57 x first 20``, ``all 198`` (FAULTS A 59, B 47: a limit is no sample).
+
+    Development questions say so: they are not the benchmark that the task's name stands for (FAULTS A 69).
+    """
     found, limit = receipt.result(entry), receipt.limit.get(entry)
     if found is None:
         return ""
     whole = found.original if found.original is not None else found.n
+    kind = " development questions" if found.data == "wheel" else ""
     if limit is None or found.n == whole:
-        return f"all {found.n:,}"
+        return f"all {found.n:,}{kind}"
     leaves = len(receipt.leaves(entry))
-    return f"{leaves} x first {limit}" if leaves > 1 else f"first {found.n:,} of {whole:,}"
+    return (f"{leaves} x first {limit}" if leaves > 1 else f"first {found.n:,} of {whole:,}") + kind
 
 
 def save_receipt(folder: Path, receipt: TaskReceipt) -> None:

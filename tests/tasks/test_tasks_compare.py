@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from harness.compare.items import choice_kl, compare_task_runs, judge
+from harness.compare.items import compare_task_runs, judge
 from harness.compare.items_model import load_task_comparisons, save_task_comparisons
 from harness.compare.items_tables import markdown, sentences, tables
+from harness.compare.items_teacher import choice_kl
 from harness.errors import IncomparableError, Refused, UsageError
 from harness.stats import compare_items
 from harness.tasks.importing import import_results

@@ -9,6 +9,9 @@ import pytest
 from harness.compare.items import compare_task_runs
 from harness.compare.items_model import load_task_comparisons
 from harness.compare.items_tables import markdown
+from harness.report.card import Options, build_card
+from harness.report.card_sources import collect
+from harness.report.card_tasks import load_tasks
 from harness.tasks.receipt import load_receipt
 from harness.tasks.suite import load_lock, load_suite
 from harness.tasks.wheel import development_questions
@@ -35,6 +38,15 @@ def test_the_comparison_is_what_the_runs_give() -> None:
     found = compare_task_runs([EXAMPLES / BASELINE, EXAMPLES / OTHER], teacher=EXAMPLES / TEACHER)
     assert load_task_comparisons(EXAMPLES / "comparison") == [found]
     assert (EXAMPLES / "comparison" / "report.md").read_text() == markdown([found])
+
+
+def test_the_card_section_is_what_the_runs_give() -> None:
+    """Task benchmarks as ``fidelity card RUN RUN --tasks ... `` writes it: n, paired verdict, flips, agreement."""
+    parts = collect([EXAMPLES.parent / name for name in (BASELINE, OTHER)])
+    tasks = load_tasks([EXAMPLES / name for name in (BASELINE, OTHER, TEACHER)])
+    block = build_card(parts, Options(pictures=False), pictures=[], tasks=tasks).block
+    section = block[block.index("## Task benchmarks") : block.index("## How it was measured")]
+    assert section.strip() + "\n" == (EXAMPLES / "card-section.md").read_text()
 
 
 def test_no_question_is_in_them() -> None:

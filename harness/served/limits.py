@@ -1,4 +1,4 @@
-"""What a server refuses or would refuse: rows too long, too many log-probabilities; and its own words about the rest."""
+"""What a server refuses or would refuse: rows too long, too many log-probabilities; its own words about the rest."""
 
 from __future__ import annotations
 

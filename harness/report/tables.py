@@ -199,7 +199,7 @@ def worst_positions(frame: pd.DataFrame, number: int = 10) -> pd.DataFrame:
 
 
 def top_positions_share(frame: pd.DataFrame) -> float | None:
-    """Share of the summed KL that the 1 % of positions with the highest KL carry; None where the sum is 0 or not finite."""
+    """Share of the summed KL in the 1 % of positions with the highest KL; None where the sum is 0 or not finite."""
     kl = np.sort(frame["kl"].to_numpy())[::-1]
     total = float(kl.sum())
     if not np.isfinite(total) or total <= 0:

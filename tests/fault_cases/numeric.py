@@ -123,6 +123,7 @@ def nan_positions(folder: Path) -> None:
     assert found.summary["kl_mean_finite"] == pytest.approx(0.5 * np.log(1.25) + 0.3 * np.log(0.75), abs=1e-6)
     text = report_text(found, load_positions(folder / "run"), [])
     assert "**Invalid" in text and "mean, nats | NaN |" in text and "| 0 | 371 |" in text
+    assert "mean excluding 1 positions, nats | 0.0253 | over 99.9000 % of positions" in text
     high = torch.zeros(2, 9)
     high[0, 1] = 70_000.0
     with pytest.raises(CaptureError, match="position 0: a logit lies 70000 below the maximum, past fp16"):

@@ -158,7 +158,9 @@ def blind_spot(folder: Path) -> None:
     assert "4 of 4 rows, 800 scored positions" in text
     assert "| 0-19 |" in text and "| 180-199 |" in text
     assert "Long generations" in text and "The served model" in text
-    assert "4 of 4 rows, 800 scored positions" in card_of([folder])
+    card = card_of([folder])
+    assert "4 of 4 rows, 800 scored positions, at most 201 tokens a row" in card
+    assert "Longer contexts: nothing past token 201 of a row was scored." in card
 
 
 def preregistration(folder: Path) -> None:

@@ -13,7 +13,9 @@ from harness.compare import compare
 from harness.compare.report import markdown
 from harness.interop.g4 import NO_DOCUMENTS, import_files
 from harness.report import tables
+from harness.report.basis import of_comparison
 from harness.report.card_tables import quality
+from harness.report.caveats import how_measured
 from harness.report.run_report import max_line, report_text
 from harness.stats import (
     bootstrap_interval,
@@ -152,6 +154,8 @@ def pseudo_replication(folder: Path) -> None:
         file.write_text(json.dumps(content))
     unnamed = compare(import_files(files, folder / "g4", ["x", "y"]))
     assert unnamed.settings.unit == "row" and NO_DOCUMENTS in unnamed.warnings
+    assert any("descriptive only" in line for line in how_measured(of_comparison(unnamed)))
+    assert not any("descriptive only" in line for line in how_measured(of_comparison(found)))
 
 
 def ratio_over_floor(folder: Path) -> None:
@@ -205,6 +209,9 @@ def heavy_tail(folder: Path) -> None:
     told = compare([world.run(folder / "a", "A", columns), world.run(folder / "b", "B", heavy)])
     assert any(w.startswith("B: its mean KL is driven by one context: row ") for w in told.warnings)
     assert not any(w.startswith("A: its mean KL is driven") for w in told.warnings)
+    frame = tables.load_positions(folder / "b")
+    top = np.sort(heavy["kl"])[::-1][:13].sum() / heavy["kl"].sum()  # 13 of 1,280 positions
+    assert tables.top_positions_share(frame) == pytest.approx(top) and top > 0.3
     assert told.arms[1].share is not None and told.arms[1].share.share > 0.2
 
 

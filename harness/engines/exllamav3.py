@@ -1,0 +1,244 @@
+"""exllamav3's own kernels, in process: what a TabbyAPI user's prompt goes through, without a server and without top-k.
+
+Every row passes one module before the next module is loaded, so a model larger than the GPU's memory runs. What stands
+at the door of the module that makes logits is the post-norm hidden state; it is scored through the checkpoint's own
+head in float32, so that the rounding of the engine's float16 logits is no part of a number. That this head is the
+engine's head is checked on numbers in every run.
+
+exllamav3 is imported when an engine is made, never before: its import needs CUDA, and reads the environment variables
+that pin its kernels. Written against exllamav3 1.6.5; see `harness.engines.exllamav3_rows` for how a row is carried.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness.engines.checkpoint_head import head_at
+from harness.engines.exllamav3_pins import import_pinned
+from harness.engines.exllamav3_rows import CarriedRow, groups_of, park_between_modules
+from harness.engines.hf import SEPARABLE_TOLERANCE, device_name, head_logits, stored_dtype
+from harness.engines.models import ModelFolder
+from harness.errors import EngineError
+from harness.progress import phase
+from harness.types import EngineIdentity, Head, Hidden, Logits, Row, RowOutputs, Want
+
+#: Tokens on which the engine's logits are held against those of its checkpoint's head.
+PROBE = 8
+
+
+class ExllamaV3Engine:
+    """Streams rows through an exllamav3 model on one GPU.
+
+    Args:
+        row_tokens: length of the longest row: what the model is told its context is, before it is built.
+        vocab_size: columns that are real tokens, where fewer than the config says.
+        device: a CUDA device.
+        host_bytes: host memory that the states of waiting rows may take; rows run in groups that fit.
+
+    Raises:
+        EngineError: no exllamav3 or no CUDA here, or an architecture that exllamav3 does not know.
+    """
+
+    def __init__(
+        self,
+        located: ModelFolder,
+        *,
+        row_tokens: int,
+        vocab_size: int | None = None,
+        device: str | None = None,
+        host_bytes: int | None = None,
+        weights_sha256: str,
+        tokenizer_sha256: str,
+    ) -> None:
+        package, pins = import_pinned()
+        self._device = torch.device(device or "cuda:0")
+        self._located, self._row_tokens, self._host_bytes = located, row_tokens, host_bytes
+        self._config, self._model = _build(package, located, row_tokens)
+        self._head_module = _head_module(self._model, located)
+        self._head = _own_head(self._head_module, located, vocab_size)
+        #: Largest |logit - head(input)| on the first tokens of the last run; None before there was one.
+        self.head_deviation: float | None = None
+        self.identity = EngineIdentity(
+            engine="exllamav3",
+            version=f"exllamav3 {package.__version__}, torch {torch.__version__}",
+            model=located.name,
+            revision=located.revision,
+            weights_sha256=weights_sha256,
+            head_sha256=self._head.sha256,
+            tokenizer_sha256=tokenizer_sha256,
+            weights_dtype=stored_dtype(located.folder),
+            compute_dtype="float16",
+            lane="served",
+            device=device_name(str(self._device)),
+            settings={
+                "attention": "flash_attn_nc",
+                "architecture": str(self._config.architecture),
+                "batch": 1,
+                "kv_cache": False,
+                "streamed": True,
+                "dynamic_seq_len": row_tokens,
+                "head": "float32, from the checkpoint",
+                "support": self._head.vocab_size,
+                "cuda": torch.version.cuda,
+                **pins,
+            },
+        )
+
+    @property
+    def head(self) -> Head:
+        return self._head
+
+    def run(self, rows: Sequence[Row], want: Want = "hidden") -> Iterator[RowOutputs]:
+        """Yield the outputs of each row in order; ``logits`` are float32, through the checkpoint's own head.
+
+        Raises:
+            EngineError: rows longer than ``row_tokens``, or logits that are not those of the checkpoint's head.
+        """
+        if want == "topk":
+            raise EngineError("exllamav3 in process gives hidden states or logits, not top-k", "ask for `hidden`")
+        self._refuse_long_rows(rows)
+        width = int(self._head.weight_VH.shape[1])
+        for group in groups_of(rows, width, self._host_bytes):
+            carried = [CarriedRow(self._model, row) for row in group]
+            with torch.inference_mode():
+                self._stream(carried, width)
+            while carried:
+                yield self._outputs(carried.pop(0), want)
+
+    def _outputs(self, row: CarriedRow, want: Want) -> RowOutputs:
+        states = row.state[0].cpu()
+        if len(states) != row.length:
+            raise EngineError(
+                f"row {row.index}: exllamav3 gave {len(states)} states for {row.length} tokens",
+                "report the architecture; measure it with the reference engine meanwhile (leave out --engine)",
+            )
+        ran = row.params["input_ids"][0].cpu().numpy().astype(np.int32)
+        outputs = Hidden(states_TH=states) if want == "hidden" else Logits(logits_TV=head_logits(self._head, states))
+        return RowOutputs(index=row.index, echoed_ids_T=ran, outputs=outputs)
+
+    def _stream(self, rows: Sequence[CarriedRow], width: int) -> None:
+        """Bring every row to the head's door, one module after the other."""
+        body = [module for module in self._model.modules if module is not self._head_module]
+        tokens = sum(row.length for row in rows)
+        park = park_between_modules(tokens, width, self._device)
+        with phase(f"modules of {self._located.name}", total=len(body) + 1, unit="tokens", item="module") as advance:
+            for module in body:
+                with self._loaded(module):
+                    for row in rows:
+                        row.advance(module, park=park)
+                advance(1, tokens)
+            with self._loaded(self._head_module):
+                self._check_head(rows[0])
+            advance(1, PROBE)
+
+    @contextmanager
+    def _loaded(self, module: Any) -> Iterator[None]:
+        """A module with its weights in memory, which is given back also when something fails."""
+        try:
+            self._load(module)
+            yield
+        finally:
+            module.unload()
+            self._config.stc.release_arena()
+            self._config.stc.close()
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _load(self, module: Any) -> None:
+        """Read a module's weights, all in one pass over the files where it can."""
+        device = torch.device("cpu") if module.caps.get("prefer_cpu") else self._device
+        if not module.can_defer_load():
+            module.load(device)
+            return
+        self._config.stc.begin_deferred_load()
+        try:
+            module.load(device)
+            self._config.stc.end_deferred_load()
+        except BaseException:
+            self._config.stc.abort_deferred_load()
+            raise
+
+    def _check_head(self, row: CarriedRow) -> None:
+        """Hold the engine's own logits of a few tokens against those of the checkpoint's head, and refuse others."""
+        module = self._head_module
+        states = row.state[:, :PROBE].to(self._device)
+        theirs = module.forward(module.prepare_for_device(states, row.params), row.params)[0]
+        support = slice(self._head.vocab_size)
+        ours = head_logits(self._head, states[0].cpu())[:, support]
+        self.head_deviation = float((theirs.float().cpu()[:, support] - ours).abs().max())
+        if not self.head_deviation <= SEPARABLE_TOLERANCE["float16"]:
+            raise EngineError(
+                f"{self._located.name}: exllamav3's logits differ by {self.head_deviation:.3g} from those of the "
+                f"checkpoint's head on the same states",
+                "report the architecture; measure it with the reference engine meanwhile (leave out --engine)",
+            )
+
+    def _refuse_long_rows(self, rows: Sequence[Row]) -> None:
+        limit = min(self._row_tokens, int(self._config.max_position_embeddings or self._row_tokens))
+        long = [row.index for row in rows if len(row.ids_T) > limit]
+        if long:
+            raise EngineError(
+                f"{self._located.name} was opened for rows of {limit} tokens; rows {long[:5]} are longer",
+                "choose a panel with shorter rows: nothing is ever truncated",
+            )
+
+
+def _build(package: Any, located: ModelFolder, row_tokens: int) -> tuple[Any, Any]:
+    """Config and model without weights. The context length decides between two sets of RoPE factors, so it is first."""
+    try:
+        config = package.Config.from_directory(str(located.folder))
+        config.override_dynamic_seq_len(row_tokens)
+        return config, package.Model.from_config(config)
+    except (AssertionError, ValueError, KeyError, NotImplementedError) as error:
+        first = (str(error) or type(error).__name__).splitlines()[0].replace(str(located.folder), located.name)
+        raise EngineError(
+            f"exllamav3 {package.__version__} does not open {located.name}: {first}",
+            "update exllamav3, or measure with the reference engine (leave out --engine)",
+        ) from error
+
+
+def _head_module(model: Any, located: ModelFolder) -> Any:
+    """The module that makes logits: exactly one, and the last."""
+    makers = [module for module in model.modules if module.caps.get("logits_output")]
+    if len(makers) != 1 or makers[0] is not model.modules[-1]:
+        raise EngineError(
+            f"{located.name}: exllamav3 has {len(makers)} modules that make logits, and one at the end is needed",
+            "report the architecture; measure it with the reference engine meanwhile (leave out --engine)",
+        )
+    return makers[0]
+
+
+def _own_head(module: Any, located: ModelFolder, vocab_size: int | None) -> Head:
+    """The checkpoint's head with the scale and soft-cap that exllamav3 applies to it.
+
+    The module multiplies by ``pre_scale``, caps, and multiplies by ``post_scale``; ``weight_scale`` it folds into
+    weights that are not quantised.
+    """
+    alternatives = module.alt_key if isinstance(module.alt_key, list) else [module.alt_key]
+    names = [name for name in (module.key, *alternatives) if name]
+    if module.softcap and module.post_scale != 1.0:
+        raise EngineError(
+            f"{located.name} scales logits after capping them, which no head of this project does",
+            "measure it with the reference engine (leave out --engine)",
+        )
+    if module.weight_scale != 1.0:
+        raise EngineError(
+            f"{located.name} scales the weights of its head when it loads them, which is not supported",
+            "measure it with the reference engine (leave out --engine)",
+        )
+    return head_at(
+        located.folder,
+        names,
+        width=module.in_features_unpadded,
+        columns=module.out_features_unpadded,
+        vocab_size=vocab_size,
+        softcap=module.softcap,
+        scale=float(module.pre_scale * module.post_scale),
+    )

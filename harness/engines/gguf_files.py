@@ -1,0 +1,92 @@
+"""GGUF models as llama.cpp takes them: the file itself, never converted.
+
+`harness.engines.models.locate` makes a GGUF file a dense folder, which is right for a teacher. A GGUF quant that is
+measured as a candidate goes to llama.cpp as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+from harness.digest import file_digest, json_digest
+from harness.engines.models import ModelFolder, package_gguf
+from harness.errors import UsageError
+from harness.panel import tokenizer_digest
+from harness.panel.gguf_metadata import gguf_scalars
+
+PACKAGE = "package:"
+#: Names of the files of a split model; llama.cpp is given the first one and finds the others beside it.
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+
+
+def is_gguf(source: str) -> bool:
+    """Whether a model argument names GGUF files: a file, or a folder that holds them and no config.json."""
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" or source.startswith(PACKAGE):
+        return True
+    return path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.gguf"))
+
+
+def locate_gguf(source: str, revision: str | None) -> ModelFolder:
+    """Find a GGUF model: a file, a folder with one model, or ``package:NAME``.
+
+    Returns:
+        A `ModelFolder` whose ``folder`` is the (first) GGUF file.
+
+    Raises:
+        UsageError: there is none, or more than one.
+    """
+    if source.startswith(PACKAGE):
+        package = source.removeprefix(PACKAGE)
+        file = package_gguf(package, revision)
+        return ModelFolder(folder=file, name=file.stem, revision=f"{package}=={importlib.metadata.version(package)}")
+    path = Path(source).expanduser()
+    file = _only_model(path) if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".gguf":
+        raise UsageError(f"there is no GGUF file {path.name}", "name a .gguf file; fetch one with `hf download`")
+    first = gguf_parts(file)[0]
+    part = _PART.fullmatch(first.stem)
+    return ModelFolder(folder=first, name=part["stem"] if part else first.stem, revision=revision or "local")
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """Every file of a model, in order: one, or all parts of a split one.
+
+    Raises:
+        UsageError: parts are missing.
+    """
+    part = _PART.fullmatch(file.stem)
+    if part is None:
+        return [file]
+    count = int(part["count"])
+    parts = [file.with_name(f"{part['stem']}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
+    missing = [path.name for path in parts if not path.is_file()]
+    if missing:
+        raise UsageError(f"{len(missing)} of {count} parts are missing, first {missing[0]}", "fetch them all")
+    return parts
+
+
+def digests_of_gguf(located: ModelFolder) -> tuple[str, str]:
+    """Content digests of a model's files and of the tokenizer inside them."""
+    parts = [file_digest(path) for path in gguf_parts(located.folder)]
+    return parts[0] if len(parts) == 1 else json_digest(parts), tokenizer_digest(located.folder)
+
+
+def gguf_dtype(file: Path) -> str:
+    """What a file calls its own mixture of types, such as ``Q4_K_M``; ``unknown`` where it does not say."""
+    from gguf import LlamaFileType
+
+    number = gguf_scalars(file).get("general.file_type")
+    if number is None or number not in [kind.value for kind in LlamaFileType]:
+        return "unknown"
+    return LlamaFileType(int(number)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
+
+def _only_model(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    models = {(_PART.fullmatch(path.stem) or {"stem": path.stem})["stem"] for path in found}
+    if len(models) != 1:
+        raise UsageError(f"{folder.name} holds {len(models)} GGUF models, not one", "name the .gguf file itself")
+    return found[0]

@@ -7,6 +7,7 @@ Clustered Woodruff: the interval of the distribution function at the quantile (a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -80,7 +81,7 @@ def rate_interval(rate: Totals, *, confidence: float = 0.95, unit: str = "row") 
     """
     estimate = t_interval(rate, confidence=confidence, unit=unit)
     if estimate.standard_error is None or 0.01 <= rate.mean <= 0.99:
-        return estimate
+        return _within_shares(estimate)
     if rate.mean in (0.0, 1.0):
         most = unseen_share(len(rate), confidence)
         note = f"none in {len(rate)} {unit}s: at most {most:.2%} of {unit}s have one ({confidence:.0%})"
@@ -101,6 +102,14 @@ def rate_interval(rate: Totals, *, confidence: float = 0.95, unit: str = "row") 
         n=len(rate),
         standard_error=estimate.standard_error,
     )
+
+
+def _within_shares(estimate: Estimate) -> Estimate:
+    """An interval of few groups may reach beyond what a share can be: cutting that off loses no coverage."""
+    if estimate.low is None or estimate.high is None or (estimate.low >= 0 and estimate.high <= 1):
+        return estimate
+    method = f"{estimate.method}, cut at 0 and 1"
+    return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high), method=method)
 
 
 def tail_rate(

@@ -150,3 +150,11 @@ def test_short_rows_have_no_interval_of_their_own() -> None:
     assert got.low is None and "30 positions are fewer than 8 blocks" in got.note
     flat = block_bootstrap(np.zeros(2047))
     assert (flat.estimate, flat.low, flat.high) == (0.0, 0.0, 0.0)
+
+
+def test_share_of_two_groups_stays_a_share() -> None:
+    """A t interval over two groups reaches beyond 0 and 1; the truth cannot lie there."""
+    hits = np.repeat([0.1, 0.3], 100) > np.tile(np.linspace(0.0, 0.99, 100), 2)
+    got = rate_interval(group_totals(hits.astype(float), np.repeat([0, 1], 100)))
+    assert (got.low, got.high) == (0.0, 1.0) and "cut at 0 and 1" in got.method
+    assert got.estimate == hits.mean()

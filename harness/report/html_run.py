@@ -98,7 +98,7 @@ def _buckets(title: str, first: str, buckets: Sequence[Bucket], note: str = "") 
             count(b.positions),
             estimate(b.kl.estimate, b.kl),
             bracket(b.kl),
-            percent(b.agreement.estimate),
+            percent(b.agreed),
             percent_bracket(b.agreement),
         )
         for b in buckets

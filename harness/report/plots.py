@@ -226,11 +226,13 @@ def agreement_by_confidence(frame: pd.DataFrame, measurement: Measurement, theme
         lower.set_visible(False)
         return figure
     x = np.arange(len(buckets), dtype=float)
-    agreement = np.array([100 * bucket.agreement.estimate for bucket in buckets])
-    _interval_line(upper, x, agreement, [bucket.agreement for bucket in buckets], theme, scale=100)
-    _label_points(upper, x, agreement, theme)
+    known = [(at, bucket.agreement) for at, bucket in zip(x, buckets, strict=True) if bucket.agreed is not None]
+    agreement = np.array([100 * found.estimate for _, found in known])
+    drawn = np.array([at for at, _ in known])
+    _interval_line(upper, drawn, agreement, [found for _, found in known], theme, scale=100)
+    _label_points(upper, drawn, agreement, theme)
     upper.set_ylabel("agreement, %")
-    upper.set_ylim(min(agreement.min() - 12, 90), 102)
+    upper.set_ylim(min(agreement.min(initial=102.0) - 12, 90), 102)
     upper.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     counts = [bucket.positions for bucket in buckets]
     lower.bar(x, counts, width=0.7, color=theme.muted)
@@ -242,7 +244,10 @@ def agreement_by_confidence(frame: pd.DataFrame, measurement: Measurement, theme
     lower.yaxis.set_major_locator(MaxNLocator(2, integer=True))
     lower.set_xticks(x, [bucket.label for bucket in buckets])
     lower.set_xlabel("teacher's probability of its own top-1 token")
-    style.note(figure, _whisker_note([bucket.agreement for bucket in buckets], measurement), theme)
+    unknown = len(buckets) - len(known)
+    missing = f" Not drawn: {unknown} buckets in which the candidate's choice is not known everywhere."
+    note = _whisker_note([found for _, found in known], measurement) if known else ""
+    style.note(figure, (note + (missing if unknown else "")).strip(), theme)
     return figure
 
 

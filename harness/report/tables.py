@@ -38,6 +38,11 @@ class Bucket:
     kl: Estimate
     agreement: Estimate
 
+    @property
+    def agreed(self) -> float | None:
+        """Top-1 agreement; None where the candidate's choice is not known everywhere in the bucket."""
+        return None if np.isnan(self.agreement.estimate) else self.agreement.estimate
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:

@@ -24,6 +24,10 @@ def compare(
     ] = None,
     floor: Annotated[Path | None, typer.Option(help="Run folder of the teacher against itself.")] = None,
     anchor: Annotated[list[Path] | None, typer.Option(help="Run folder of an anchor; may be repeated.")] = None,
+    tail_range: Annotated[
+        float | None,
+        typer.Option(help="Lower bounds: assume that ln(p/q) varies by at most so much outside the known tokens."),
+    ] = None,
     teacher_tasks: Annotated[Path | None, typer.Option(help="Task runs alone: the teacher's own task run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print comparison.json instead of tables.")] = False,
 ) -> None:
@@ -38,7 +42,7 @@ def compare(
     if all(is_task_run(folder) for folder in runs):
         _compare_tasks(runs, teacher_tasks, out, as_json)
         return
-    found = run(runs, panel=panel, floor=floor, anchors=anchor or [])
+    found = run(runs, panel=panel, floor=floor, anchors=anchor or [], tail_range=tail_range)
     if tokenizer or panel:
         found = _decoded(found, tokenizer, panel)
     folder = out or Path("reports") / default_name(found)
@@ -101,7 +105,7 @@ def _show_tasks(tasks: list[TaskComparisons]) -> None:
     console = Console()
     for found in tasks:
         for table in items_tables.tables(found):
-            console.print(_rich(table))
+            console.print(as_rich(table))
         for text in items_tables.sentences(found):
             console.print(f"[bold]{text}[/bold]", highlight=False)
         for text in found.deviations:
@@ -115,14 +119,17 @@ def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) ->
 
     from harness.compare import tables
     from harness.compare.report import status_text
+    from harness.compare.tails import tails_table
     from harness.compare.words import headline, primary_name
 
     console = Console()
     for pair in comparison.pairs:
-        console.print(_rich(tables.summary(comparison, pair)))
-    console.print(_rich(tables.arms(comparison)))
+        console.print(as_rich(tables.summary(comparison, pair)))
+        if pair.tails:
+            console.print(as_rich(tails_table(pair, pair.tails)))
+    console.print(as_rich(tables.arms(comparison)))
     if comparison.bars:
-        console.print(_rich(tables.bars(comparison)))
+        console.print(as_rich(tables.bars(comparison)))
     for pair in comparison.pairs:
         console.print(f"[bold]{headline(comparison, pair)}[/bold]", highlight=False)
         console.print(f"  for a card: {primary_name(comparison, pair)} {pair.sentence}", highlight=False)
@@ -135,7 +142,8 @@ def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) ->
     console.print(f"report: {report}", highlight=False)
 
 
-def _rich(table: Table) -> RichTable:
+def as_rich(table: Table) -> RichTable:
+    """A table for the terminal."""
     from rich.table import Table as RichTable
     from rich.text import Text
 

@@ -20,10 +20,12 @@ from harness.compare.model import (
     PairedOn,
     Reference,
     Settings,
+    Tails,
 )
 from harness.compare.pair import Noise, Plan, differences, paired_totals, ppl_ratio
 from harness.compare.pairing import Aligned, align
 from harness.compare.registered import Found, all_deviations, bar_outcomes, find_registration
+from harness.compare.tails import held_back, require_range, tails_of, tails_warning
 from harness.digest import json_digest
 from harness.registration import Registration, excluded_rows
 from harness.stats import RESAMPLES, SEED, Estimate, holm, max_t_bands
@@ -35,6 +37,7 @@ def compare(
     panel: Path | None = None,
     floor: Path | None = None,
     anchors: Sequence[Path] = (),
+    tail_range: float | None = None,
 ) -> Comparison:
     """Compare the measurements in ``paths``; the first is the baseline.
 
@@ -43,12 +46,14 @@ def compare(
         panel: the panel's folder, for its registration.
         floor: a measurement of the teacher against itself in the same lane.
         anchors: measurements of well-known quantisations, shown beside the arms.
+        tail_range: lower bounds only; ``ln(p/q)`` is assumed to vary by at most so much outside the known tokens.
 
     Raises:
         IncomparableError: they do not belong in one table; both values and the repair are named.
     """
     arms = load_arms(paths)
     require_comparable(arms)
+    require_range(arms, tail_range)
     found = find_registration(arms, panel)
     unit = found.registration.unit if found.registration else None
     aligned = align(arms, unit=unit or arms[0].measurement.panel.unit, excluded_rows=excluded_rows(found.registration))
@@ -58,8 +63,8 @@ def compare(
     references += [_reference(arms[0], "anchor", path) for path in anchors]
     floor_row = references[0] if floor else None
     results = [arm_result(aligned, at, settings, floor_row) for at in range(len(arms))]
-    pairs = _pairs(aligned, settings, plan, results, floor_row)
-    return _comparison(arms, aligned, settings, plan, found, references, results, pairs)
+    pairs = _pairs(aligned, settings, plan, results, floor_row, tail_range)
+    return _comparison(arms, aligned, settings, plan, found, references, results, pairs, tail_range)
 
 
 def _settings(aligned: Aligned, registration: Registration | None) -> Settings:
@@ -95,18 +100,26 @@ def _no_interval(unit: str, n: int) -> dict[str, object]:
 
 
 def _pairs(
-    aligned: Aligned, settings: Settings, plan: Plan, results: Sequence[ArmResult], floor: Reference | None
+    aligned: Aligned,
+    settings: Settings,
+    plan: Plan,
+    results: Sequence[ArmResult],
+    floor: Reference | None,
+    tail_range: float | None,
 ) -> list[Pair]:
     """Every candidate against the baseline, secondary metrics corrected over all of them."""
     candidates = range(1, len(aligned.arms))
     bands = _bands(aligned, settings, plan) if len(candidates) > 1 else {}
-    judged = []
+    judged, tails = [], []
     for at in candidates:
         both = bool(results[0].at_floor and results[at].at_floor)
         noise = Noise(floor=floor.kl.estimate, both_at_floor=both) if floor else None
-        judged.append(differences(aligned, at, settings, plan, bands=bands, noise=noise))
+        found = differences(aligned, at, settings, plan, bands=bands, noise=noise)
+        tails.append(tails_of(aligned, at, tail_range))
+        judged.append(held_back(found, tails[-1]))
     judged = correct(judged, settings.confidence)
-    return [_pair(aligned, at, settings, found) for at, found in zip(candidates, judged, strict=True)]
+    found_of = zip(candidates, judged, tails, strict=True)
+    return [_pair(aligned, at, settings, found, beyond) for at, found, beyond in found_of]
 
 
 def _bands(aligned: Aligned, settings: Settings, plan: Plan) -> dict[str, list[Estimate]]:
@@ -143,7 +156,7 @@ def _corrected(difference: Difference, p_holm: float, confidence: float) -> Diff
     return difference.model_copy(update=update)
 
 
-def _pair(aligned: Aligned, at: int, settings: Settings, found: list[Difference]) -> Pair:
+def _pair(aligned: Aligned, at: int, settings: Settings, found: list[Difference], tails: Tails | None) -> Pair:
     return Pair(
         baseline=aligned.arms[0].name,
         other=aligned.arms[at].name,
@@ -155,6 +168,7 @@ def _pair(aligned: Aligned, at: int, settings: Settings, found: list[Difference]
         deciles=breakdown.deciles(aligned, at, settings),
         confidence=breakdown.confidence_buckets(aligned, at, settings),
         flips=breakdown.top_flips(aligned, at),
+        tails=tails,
     )
 
 
@@ -167,12 +181,13 @@ def _comparison(
     references: list[Reference],
     results: list[ArmResult],
     pairs: list[Pair],
+    tail_range: float | None,
 ) -> Comparison:
     first = arms[0].measurement
     used = pairs[0].primary.metric
     departed = all_deviations(found.registration, arms, settings, used) if found.registration else []
     return Comparison(
-        key=_key(arms, settings, found, references),
+        key=_key(arms, settings, found, references, tail_range),
         status="registered" if found.registration else "exploratory",
         registration=found.record,
         estimator=first.estimator,
@@ -200,15 +215,16 @@ def _comparison(
     )
 
 
-def _key(arms: Sequence[Arm], settings: Settings, found: Found, references: Sequence[Reference]) -> str:
-    return json_digest(
-        {
-            "measurements": [[arm.measurement.key, arm.measurement.positions_sha256] for arm in arms],
-            "references": [[r.kind, r.key] for r in references],
-            "registration": found.record.sha256 if found.record else None,
-            "settings": settings.model_dump(),
-        }
-    )
+def _key(
+    arms: Sequence[Arm], settings: Settings, found: Found, references: Sequence[Reference], tail_range: float | None
+) -> str:
+    question = {
+        "measurements": [[arm.measurement.key, arm.measurement.positions_sha256] for arm in arms],
+        "references": [[r.kind, r.key] for r in references],
+        "registration": found.record.sha256 if found.record else None,
+        "settings": settings.model_dump(),
+    }
+    return json_digest(question if tail_range is None else question | {"tail_range": tail_range})
 
 
 def _warnings(
@@ -232,6 +248,8 @@ def _warnings(
         warnings += words.pair_warnings(pair)
     warnings += words.several_warning(len(pairs))
     warnings += words.lower_bound_warning(arms[0].measurement.estimator, masses)
+    for pair in pairs:
+        warnings += tails_warning(pair)
     warnings += words.floor_warning(floor)
     return list(dict.fromkeys([*warnings, *(note for result in results for note in result.notes)]))
 

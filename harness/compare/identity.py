@@ -11,7 +11,11 @@ from harness.errors import IncomparableError
 from harness.receipt import Measurement
 
 #: Scoring facts that may differ between candidates: they describe the candidate, not the score.
-OF_THE_CANDIDATE = {"heads_equal"}
+OF_THE_CANDIDATE = {"heads_equal", "floor"}
+#: Facts of an estimate beside a bound: the bounds compare whatever they are.
+OF_THE_ESTIMATE = {"tail_samples", "seed"}
+#: What decides which part of the vocabulary a bound knows.
+OF_THE_BOUND = ("way", "k")
 #: Fields of a candidate's engine that can move a number without being the quant itself.
 ENGINE_FIELDS = ("engine", "version", "compute_dtype", "device")
 
@@ -49,10 +53,12 @@ def _facts(a: Measurement, b: Measurement) -> list[tuple[str, Any, Any, str]]:
     if [r.row for r in a.per_row] == [r.row for r in b.per_row]:
         # A capture's digest covers the rows measured, so it says nothing about runs over different rows.
         facts.append(("teacher capture", a.teacher.capture_sha256, b.teacher.capture_sha256, teacher))
-    names = sorted((set(a.scoring) | set(b.scoring)) - OF_THE_CANDIDATE)
-    facts += [
-        (f"scoring ({n})", a.scoring.get(n), b.scoring.get(n), "measure both with the same settings") for n in names
-    ]
+    same = "measure both with the same settings"
+    bound = "two bounds lack different parts of the KL: measure both with the same --k through servers alike"
+    names = set(a.scoring) | set(b.scoring)
+    others = sorted(names - OF_THE_CANDIDATE - OF_THE_ESTIMATE - set(OF_THE_BOUND))
+    facts += [(f"scoring ({n})", a.scoring.get(n), b.scoring.get(n), bound) for n in OF_THE_BOUND if n in names]
+    facts += [(f"scoring ({n})", a.scoring.get(n), b.scoring.get(n), same) for n in others]
     return facts
 
 

@@ -30,6 +30,8 @@ USED = (
     "tv",
     "top5_overlap",
 )
+#: What a run through a server has beside them; read where it is there.
+OF_BOUNDS = ("captured_teacher_mass", "kl_shortfall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +89,16 @@ def _positions(folder: Path, measurement: Measurement) -> dict[str, np.ndarray]:
             f"{folder.name}/positions.parquet is not what its measurement.json was made from", "measure again"
         )
     try:
-        missing = set(KEYS) | set(SCORE_DTYPES)
-        missing -= set(pq.read_schema(file).names)
-        table = pq.read_table(file, columns=[*KEYS, *USED]) if not missing else None
+        there = pq.read_schema(file).names
+        missing = (set(KEYS) | set(SCORE_DTYPES)) - set(there)
+        wanted = [*KEYS, *USED, *(name for name in OF_BOUNDS if name in there)]
+        table = pq.read_table(file, columns=wanted) if not missing else None
     except (pa.ArrowException, OSError) as error:
         problem = str(error).splitlines()[0]
         raise Refused(f"{folder.name}/positions.parquet cannot be read: {problem}", "measure again") from error
     if table is None:
         raise Refused(f"{folder.name}/positions.parquet lacks {', '.join(sorted(missing))}", "measure again")
-    columns = {name: table[name].to_numpy() for name in (*KEYS, *USED)}
+    columns = {name: table[name].to_numpy() for name in wanted}
     order = np.lexsort((columns["position"], columns["row"]))
     columns = {name: values[order] for name, values in columns.items()}
     _refuse_doubles(folder.name, columns)

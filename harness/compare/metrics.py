@@ -41,6 +41,11 @@ def delta_p(c: Columns) -> np.ndarray:
     return np.asarray(np.exp(-c["nll_candidate"]) - np.exp(-c["nll_teacher"]))
 
 
+def agreement(c: Columns) -> np.ndarray:
+    """Whether both choose alike; nan where a server does not tell the candidate's choice."""
+    return np.where(c["top1_candidate"] < 0, np.nan, np.asarray(c["agree"], dtype=np.float64))
+
+
 def top5(c: Columns) -> np.ndarray:
     """Share of the teacher's five most likely tokens among the candidate's; nan where it is not known."""
     overlap = np.asarray(c["top5_overlap"], dtype=np.float64)
@@ -78,8 +83,8 @@ METRICS: tuple[Metric, ...] = (
         label="top-1 agreement",
         unit="share",
         lower_is_better=False,
-        columns=("agree",),
-        values=column("agree"),
+        columns=("agree", "top1_candidate"),
+        values=agreement,
         row_field="top1_agreement",
     ),
     Metric(

@@ -9,7 +9,14 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from harness.errors import Refused
 from harness.receipt import PanelIdentity, SideIdentity
@@ -212,6 +219,24 @@ class TopFlips(Strict):
     neither: int
 
 
+class Tails(Strict):
+    """How far the part outside the known tokens could move a difference of two lower bounds; nats unless a share.
+
+    ``uncovered_*``: mean teacher mass outside the known tokens of each arm. ``overturning``: by how much the
+    divergences of the tails would have to differ to undo the difference. ``shortfall_*``: a guess of what each bound
+    lacks. ``could_move``: the most that the tails can hold if ``ln(p/q)`` varies there by at most ``log_range``.
+    """
+
+    difference: float
+    uncovered_baseline: float
+    uncovered_other: float
+    overturning: float | None
+    shortfall_baseline: float | None
+    shortfall_other: float | None
+    log_range: float | None
+    could_move: float | None
+
+
 class Pair(Strict):
     """One candidate against the baseline. ``sentence`` is for a card; ``differences`` begins with the primary one."""
 
@@ -225,6 +250,15 @@ class Pair(Strict):
     deciles: list[Slice]
     confidence: list[Slice]
     flips: TopFlips | None
+    #: Lower bounds only; comparisons of exact values do not name it.
+    tails: Tails | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent_tails(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        out: dict[str, Any] = handler(self)
+        if out["tails"] is None:
+            del out["tails"]
+        return out
 
     @property
     def primary(self) -> Difference:

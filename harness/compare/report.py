@@ -9,6 +9,7 @@ from harness.compare import items_tables, parts, tables
 from harness.compare.items_model import TaskComparisons, save_task_comparisons
 from harness.compare.model import Comparison, Pair, save_comparison
 from harness.compare.tables import Table
+from harness.compare.tails import tails_table
 from harness.compare.words import headline
 from harness.report.numbers import count
 from harness.report.render import cell
@@ -52,6 +53,7 @@ def _names(comparison: Comparison) -> list[str]:
 def _details(comparison: Comparison, pair: Pair) -> Iterator[Table]:
     named = f"{pair.other} - {pair.baseline}: "
     found = [tables.verdicts(comparison, pair), tables.resolution(comparison, pair)]
+    found += [tails_table(pair, pair.tails)] if pair.tails else []
     found += [parts.slices(f"{comparison.kl} by domain", pair, pair.domains)] if len(pair.domains) > 1 else []
     found += [parts.slices(f"{comparison.kl} by position in the row", pair, pair.deciles)] if pair.deciles else []
     found += (

@@ -14,6 +14,7 @@ from harness.cli.bench import bench
 from harness.cli.card import card, report, verify
 from harness.cli.compare import compare
 from harness.cli.doctor import doctor
+from harness.cli.estimators import estimators
 from harness.cli.imports import import_g4
 from harness.cli.measure import measure
 from harness.cli.tasks import import_lm_eval, tasks
@@ -35,6 +36,7 @@ app.command()(bench)
 app.command()(anchor)
 app.command()(floor)
 app.command()(compare)
+app.command()(estimators)
 app.command()(card)
 app.command()(verify)
 app.command()(report)

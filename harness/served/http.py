@@ -131,7 +131,8 @@ class _Asking:
             said = f"HTTP {response.status_code}: {first_words(response.content)}"
         raise EngineError(
             f"the server stopped answering at {question.about} ({said}; {self.patience.tries} tries)",
-            "see the server's log and start it again; run the same command again: it goes on from there",
+            "see the server's log (out of memory: a smaller --k, or --max-num-batched-tokens 2048) and start it again; "
+            "run the same command again: it goes on from there",
         )
 
     async def close(self, tasks: Iterable[asyncio.Task[Read]]) -> None:

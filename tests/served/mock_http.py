@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
-from tests.served.mock_numbers import Faults, Numbers
+from tests.served.mock_numbers import Dropped, Faults, Numbers
 
 
 class Mock(Protocol):
@@ -23,17 +23,11 @@ class Mock(Protocol):
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]: ...
 
 
-class Dropped(Exception):
-    """The connection is to be lost."""
-
-
-def before_answer(faults: Faults, answered: int) -> int | None:
+def before_answer(faults: Faults) -> int | None:
     """Do what `Faults` says of connections; the status to answer with instead, where there is one."""
     time.sleep(faults.delay)
     if faults.drops > 0:
         faults.drops -= 1
-        raise Dropped
-    if faults.dies_after is not None and answered >= faults.dies_after:
         raise Dropped
     return faults.statuses.pop(0) if faults.statuses else None
 
@@ -51,8 +45,9 @@ def serving(mock: Mock, port: int = 0) -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             mock.numbers.bodies.append(body)
+            mock.numbers.keys.append(self.headers.get("Authorization"))
             try:
-                instead = before_answer(mock.numbers.faults, len(mock.numbers.asked))
+                instead = before_answer(mock.numbers.faults)
                 self.answer(*((instead, {"error": {"message": "busy"}}) if instead else mock.post(self.path, body)))
             except Dropped:
                 self.close_connection = True

@@ -66,10 +66,14 @@ class Faults:
     tells_context: bool = True
 
 
+class Dropped(Exception):
+    """The connection is to be lost."""
+
+
 class Numbers:
     """Log-probabilities of a model's own forward pass, with the faults done to them.
 
-    ``asked`` holds the token counts of the rows asked for, ``bodies`` the last few requests; both are for tests.
+    ``asked`` holds the token counts of the rows answered, ``bodies`` and ``keys`` the last few requests; for tests.
     """
 
     def __init__(self, model: Any, faults: Faults | None = None) -> None:
@@ -78,6 +82,7 @@ class Numbers:
         self.vocab_size = int(model.config.vocab_size)
         self.asked: list[int] = []
         self.bodies: deque[dict[str, Any]] = deque(maxlen=8)
+        self.keys: deque[str | None] = deque(maxlen=8)
         self._users_of_prefix: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
@@ -89,6 +94,8 @@ class Numbers:
     def logprobs(self, ids: Sequence[int], temperature: float) -> torch.Tensor:
         """Float32 ``[T - 1, V]`` of what predicts each token after the first."""
         with self._lock:
+            if self.faults.dies_after is not None and len(self.asked) >= self.faults.dies_after:
+                raise Dropped
             self.asked.append(len(ids))
             logits_TV = self._logits(ids)
             logits_TV = self._moved(logits_TV, ids, temperature)

@@ -103,7 +103,7 @@ def tails_table(pair: Pair, tails: Tails) -> Table:
         ("teacher mass outside the known tokens", percent(tails.uncovered_baseline), percent(tails.uncovered_other)),
         ("shortfall of the bound, a guess, nats", number(tails.shortfall_baseline), number(tails.shortfall_other)),
         ("difference of the bounds, nats", "", signed(tails.difference)),
-        ("difference of the tails' KL that undoes it, nats", "", number(tails.overturning)),
+        ("difference of the tails' divergences that undoes it, nats", "", number(tails.overturning)),
     ]
     if tails.log_range is not None:
         assumed = f"most that the tails can move it, if ln(p/q) varies by {number(tails.log_range)} there, nats"

@@ -15,7 +15,9 @@ from typing import Literal
 
 from harness.capture import Capture, open_capture
 from harness.digest import file_digest, json_digest
+from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import Alter, ComputeDType
+from harness.engines.local import LocalName, before_opening, open_local
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_engine
 from harness.environment import environment, source_digest
@@ -32,7 +34,7 @@ from harness.teacher import MODELS, Reproduction, TeacherModel, ensure_capture, 
 from harness.types import Engine, Panel, Row
 
 #: What runs the candidate in this process: our own reference, or an engine that people deploy.
-EngineName = Literal["reference", "exllamav3", "llamacpp", "vllm-local"]
+EngineName = Literal["reference"] | LocalName
 REPORTS = Path("reports")
 #: Rough bytes that a scored position takes in positions.parquet and its row file together.
 BYTES_PER_POSITION = 300
@@ -104,7 +106,11 @@ def measure_against(request: Request, candidate: Candidate, teacher: TeacherMode
 
 
 def find_candidate(request: Request) -> Candidate:
-    """Locate the candidate's files and digest them."""
+    """Locate the candidate's files and digest them; a GGUF model goes to llama.cpp as it is."""
+    if request.engine == "llamacpp":
+        gguf = locate_gguf(request.candidate, request.revision)
+        weights_sha256, tokenizer_sha256 = digests_of_gguf(gguf)
+        return Candidate(located=gguf, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
     located = locate(request.candidate, request.revision, cache=MODELS)
     weights_sha256, tokenizer_sha256 = digests_of(located)
     return Candidate(located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
@@ -131,6 +137,7 @@ def measurement_key(
             "compute": request.compute,
             "packed": request.packed,
             "engine": request.engine,
+            "engine_version": {} if request.engine == "reference" else before_opening(request.engine),
             "device": request.device,
             "source": source_digest(),
             "environment": environment(),
@@ -176,17 +183,7 @@ def _run(
     started = time.time()
     require_space(folder, sum(len(row.ids_T) for row in rows) * BYTES_PER_POSITION, "this measurement")
     capture, reproduction = captured(teacher, panel, rows, request.device, request.memory_budget)
-    engine = open_engine(
-        candidate.located,
-        compute=request.compute,
-        device=request.device,
-        packed=request.packed,
-        memory_budget=request.memory_budget,
-        vocab_size=capture.head.vocab_size if capture.head else None,
-        alter=candidate.alter,
-        weights_sha256=candidate.weights_sha256,
-        tokenizer_sha256=candidate.tokenizer_sha256,
-    )
+    engine = _open(request, candidate, capture, longest=max(len(row.ids_T) for row in rows))
     checks, tokens = _check_and_score(folder / "rows", key, engine, capture, rows)
     checks.append(reproduction_check(reproduction))
     table = join_rows(folder, panel, rows, key)
@@ -217,6 +214,35 @@ def _run(
         },
     )
     return measurement
+
+
+def _open(request: Request, candidate: Candidate, capture: Capture, *, longest: int) -> Engine:
+    """The engine that runs the candidate in this process; ``longest`` is the most tokens a row has."""
+    vocab_size = capture.head.vocab_size if capture.head else None
+    if request.engine != "reference":
+        if request.packed or request.memory_budget is not None or candidate.alter is not None:
+            raise UsageError(f"--engine {request.engine} loads a model its own way", "leave out the other options")
+        return open_local(
+            request.engine,
+            candidate.located,
+            row_tokens=longest,
+            vocab_size=vocab_size,
+            device=request.device,
+            compute=request.compute,
+            weights_sha256=candidate.weights_sha256,
+            tokenizer_sha256=candidate.tokenizer_sha256,
+        )
+    return open_engine(
+        candidate.located,
+        compute=request.compute,
+        device=request.device,
+        packed=request.packed,
+        memory_budget=request.memory_budget,
+        vocab_size=vocab_size,
+        alter=candidate.alter,
+        weights_sha256=candidate.weights_sha256,
+        tokenizer_sha256=candidate.tokenizer_sha256,
+    )
 
 
 def captured(

@@ -98,7 +98,8 @@ def k_figure(points: Sequence[Point], theme: Theme = LIGHT) -> Figure:
         per_position = [None if p.wire_bytes is None else p.wire_bytes / p.positions / 1000 for p in mine]
         _line(bytes_axes, mine, per_position, way, 2 * index, theme)
         _line(seconds_axes, mine, [p.seconds for p in mine], way, 2 * index, theme)
-    left.legend(loc="lower right")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2)
     _cost(bytes_axes, "On the wire", "kB a position", theme)
     _cost(seconds_axes, "Time of the run", "seconds", theme)
     for axes in (left, bytes_axes, seconds_axes):

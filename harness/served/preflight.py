@@ -266,7 +266,7 @@ def _check_repeat(probe: Probe, software: str) -> Check:
     return pairs.check_same(
         first,
         again,
-        name="the same row twice is bit-equal",
+        name="the same row twice",
         cause="after a row with the same beginning",
         repair=f"{repair}: its prefix cache changes results",
     )

@@ -57,7 +57,8 @@ class ExllamaV3Engine:
         tokenizer_sha256: str,
     ) -> None:
         package, pins = import_pinned()
-        self._device = torch.device(device or "cuda:0")
+        # Its kernels ask a device for its index.
+        self._device = torch.device("cuda:0" if device in (None, "cuda") else device)
         self._located, self._row_tokens, self._host_bytes = located, row_tokens, host_bytes
         self._config, self._model = _build(package, located, row_tokens)
         self._head_module = _head_module(self._model, located)
@@ -147,8 +148,8 @@ class ExllamaV3Engine:
             module.unload()
             self._config.stc.release_arena()
             self._config.stc.close()
-            gc.collect()
             if self._device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
 
     def _load(self, module: Any) -> None:

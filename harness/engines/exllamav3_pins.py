@@ -9,8 +9,11 @@ import re
 import sys
 from typing import Any
 
+from packaging.version import Version
+
 from harness.errors import EngineError
 
+OLDEST = "1.6"
 #: Defaults of a measurement; one that is set already keeps its value, and either way the value is recorded.
 #: Sums in float32 on GeForce cards too; no int8 activations for rows of a few tokens; one way of making weights dense
 #: for all rows longer than 144 tokens; and no addition left pending between modules, which streaming cannot carry.
@@ -71,7 +74,7 @@ def import_pinned() -> tuple[Any, dict[str, str]]:
     for name, value in PINS.items():
         os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("exllamav3"), pins()
+        return _recent(importlib.import_module("exllamav3")), pins()
     except ModuleNotFoundError as error:
         if error.name != "exllamav3":
             raise EngineError(f"exllamav3 cannot be imported: {error}", f"pip install {error.name}") from error
@@ -79,3 +82,10 @@ def import_pinned() -> tuple[Any, dict[str, str]]:
     except (ImportError, OSError, RuntimeError) as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise EngineError(f"exllamav3 cannot be imported here: {first}", HOW) from error
+
+
+def _recent(package: Any) -> Any:
+    """Refuse a version whose modules are loaded in another way than this project's streaming does."""
+    if Version(package.__version__) < Version(OLDEST):
+        raise EngineError(f"exllamav3 {package.__version__} is too old: {OLDEST} or newer is needed", HOW)
+    return package

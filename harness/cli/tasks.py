@@ -95,7 +95,9 @@ def _seal(name: str, data: Path | None) -> None:
     items = sum(task.n for task in lock.tasks.values())
     typer.echo(f"sealed {lock.name}: {items:,} items of {len(lock.tasks)} tasks in {path}")
     for entry in lock.unsealed:
-        typer.echo(f"not sealed: {entry}, its documents are not here")
+        typer.echo(f"prompts not sealed: {entry}, its documents are not here (see --data)")
+    if lock.definitions:
+        typer.echo(f"definitions sealed: {len(lock.definitions)} tasks")
 
 
 def _show(receipt: TaskReceipt) -> None:

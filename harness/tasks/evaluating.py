@@ -70,6 +70,9 @@ class SealCheck:
         """
         if self._lock is None:
             return
+        for task, digest in self._lock.definitions.items():
+            if self._loaded.configs.get(task, digest) != digest:
+                raise _not_sealed(task, "definition is")
         found = sealed_tasks(requests, self._loaded)
         same = [_holds(task, self._lock.tasks.get(task), now) for task, now in found.items()]
         self.whole = bool(same) and all(same) and not self._loaded.missing
@@ -80,8 +83,11 @@ def _holds(task: str, sealed: SealedTask | None, now: SealedTask) -> bool:
         return False
     if sealed.prompts_sha256 == now.prompts_sha256 and sealed.config_sha256 == now.config_sha256:
         return True
-    what = "prompts are" if sealed.prompts_sha256 != now.prompts_sha256 else "definition is"
-    raise IncomparableError(
+    raise _not_sealed(task, "prompts are" if sealed.prompts_sha256 != now.prompts_sha256 else "definition is")
+
+
+def _not_sealed(task: str, what: str) -> IncomparableError:
+    return IncomparableError(
         f"{task}: its {what} not what the suite was sealed with",
         "use the lm-eval version and the data that the suite names, or seal it anew with --seal",
     )
@@ -105,8 +111,12 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def seal_suite(suite: Suite, loaded: Loaded, lm_eval_version: str) -> SuiteLock:
-    """The seal of a suite: every prompt of every task whose documents are there, built and hashed without a model."""
+def seal_suite(suite: Suite, loaded: Loaded, definitions: dict[str, str], lm_eval_version: str) -> SuiteLock:
+    """The seal of a suite: every prompt of every task whose documents are there, built and hashed without a model.
+
+    Args:
+        definitions: digests of the definitions of all other tasks.
+    """
     requests: list[Any] = []
     chosen: Mapping[str, list[int]] = first_documents(suite, loaded, None)
     for leaf, task in loaded.tasks.items():
@@ -118,4 +128,5 @@ def seal_suite(suite: Suite, loaded: Loaded, lm_eval_version: str) -> SuiteLock:
         lm_eval=lm_eval_version,
         tasks=sealed_tasks(requests, loaded),
         unsealed=tuple(entry.task for entry in loaded.missing),
+        definitions=definitions,
     )

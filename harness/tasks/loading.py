@@ -41,9 +41,12 @@ _MODULE = "fidelity_data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where an entry's documents come from; ``sha256`` is that of local files and empty for the Hub."""
+    """Where an entry's documents come from; ``sha256`` is that of local files and empty for the Hub.
 
-    kind: Literal["hub", "local", "wheel"]
+    "none" is for definitions alone: one empty row stands for all documents.
+    """
+
+    kind: Literal["hub", "local", "wheel", "none"]
     sha256: str = ""
     custom: dict[str, str] | None = None
 
@@ -130,6 +133,14 @@ def load_tasks(suite: Suite, sources: dict[str, Source], missing: Sequence[Missi
     Raises:
         UsageError: lm-eval knows no such task, or nothing could be loaded.
     """
+    loaded = load_what_is_there(suite, sources, missing, folder)
+    if not loaded.tasks:
+        raise UsageError(f"nothing of suite {suite.name} can be run: {loaded.missing[0].why}", "see --data")
+    return loaded
+
+
+def load_what_is_there(suite: Suite, sources: dict[str, Source], missing: Sequence[Missing], folder: Path) -> Loaded:
+    """`load_tasks` that may find nothing."""
     loaded = Loaded(missing=list(missing))
     for entry in suite.tasks:
         if entry.name not in sources:
@@ -139,9 +150,17 @@ def load_tasks(suite: Suite, sources: dict[str, Source], missing: Sequence[Missi
                 _load_entry(loaded, suite, entry, sources[entry.name], folder / entry.name)
         except EngineError as error:
             loaded.missing.append(Missing(task=entry.name, why=error.what))
-    if not loaded.tasks:
-        raise UsageError(f"nothing of suite {suite.name} can be run: {loaded.missing[0].why}", "see --data")
     return loaded
+
+
+def load_definitions(suite: Suite, names: Sequence[str], folder: Path) -> dict[str, str]:
+    """Digests of the definitions of entries whose documents are not here, by leaf; MMLU and GPQA alone can do that."""
+    loaded = Loaded()
+    none = Source(kind="none", custom={"kind": "none", "folder": ""})
+    for name in names:
+        if _family(name) is not None:
+            _load_entry(loaded, suite, suite.entry(name), none, folder / name)
+    return loaded.configs
 
 
 def _load_entry(loaded: Loaded, suite: Suite, entry: Entry, source: Source, folder: Path) -> None:
@@ -161,7 +180,8 @@ def _load_entry(loaded: Loaded, suite: Suite, entry: Entry, source: Source, fold
     for name, task in found["tasks"].items():
         _prepare(task, suite, entry)
         loaded.configs[name] = config_digest(task)
-        _process_once(task, suite.seeds.random)
+        if source.kind != "none":
+            _process_once(task, suite.seeds.random)
         loaded.tasks[name], loaded.entry_of[name] = task, entry.name
     loaded.groups |= found["groups"]
     loaded.sources[entry.name] = source

@@ -24,7 +24,7 @@ from harness.errors import EngineError, IncomparableError, Refused
 from harness.receipt import Check, SideIdentity
 from harness.store import folder_lock, write_json
 from harness.tasks.answers import Answers
-from harness.tasks.loading import Source, find_sources, load_tasks
+from harness.tasks.loading import Source, find_sources, load_definitions, load_tasks, load_what_is_there
 from harness.tasks.outcome import Circumstances, build_receipt, versions
 from harness.tasks.receipt import FILE, ITEMS, Missing, TaskReceipt, load_receipt
 from harness.tasks.suite import Suite, SuiteLock, find_suite, load_lock, load_suite, save_lock
@@ -97,7 +97,7 @@ def run_suite(request: Request) -> Result:
 
 
 def seal(name: str, data: Path | None) -> tuple[Path, SuiteLock]:
-    """Write the seal of a suite: all prompts that its data give, hashed without a model."""
+    """Write the seal of a suite: all prompts that its data give, hashed without a model; else its definitions."""
     from harness.tasks.evaluating import seal_suite
     from harness.tasks.quiet import quiet_lm_eval
 
@@ -105,8 +105,10 @@ def seal(name: str, data: Path | None) -> tuple[Path, SuiteLock]:
     suite = load_suite(path)
     sources, missing = find_sources(suite, data)
     with tempfile.TemporaryDirectory() as place, quiet_lm_eval():
-        loaded = load_tasks(suite, sources, missing, Path(place))
-        lock = seal_suite(suite, loaded, versions()["lm_eval"])
+        loaded = load_what_is_there(suite, sources, missing, Path(place) / "documents")
+        names = [entry.task for entry in loaded.missing]
+        definitions = load_definitions(suite, names, Path(place) / "definitions")
+        lock = seal_suite(suite, loaded, definitions, versions()["lm_eval"])
     return save_lock(path, lock), lock
 
 

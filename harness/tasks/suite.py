@@ -11,8 +11,8 @@ A small one::
     limit = 20
     margin = 0.01
 
-``<name>.lock.json`` beside it holds the digest of its meaning and, where the data could be had, that of every
-prompt and target of each task; a run whose prompts are others is refused.
+``<name>.lock.json`` beside it holds the digest of its meaning, that of each task's definition in lm-eval and, where
+the data could be had, that of every prompt and target; a run that asks otherwise is refused.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class SealedTask(Strict):
 
 
 class SuiteLock(Strict):
-    """``tasks``: every leaf whose data was there when the suite was sealed; ``unsealed``: the entries that are left."""
+    """``tasks``: every leaf whose data was there when the suite was sealed; ``unsealed``: the entries that are left.
+
+    ``definitions``: by leaf of those, the digest of what the task asks and how it is scored (FAULTS A 69).
+    """
 
     format: Literal["exl3-fidelity/suite-lock/1"] = "exl3-fidelity/suite-lock/1"
     name: str
@@ -113,6 +116,7 @@ class SuiteLock(Strict):
     lm_eval: str
     tasks: dict[str, SealedTask]
     unsealed: tuple[str, ...] = ()
+    definitions: dict[str, str] = Field(default_factory=dict)
 
 
 def find_suite(name: str) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +88,8 @@ def require_whole(receipt: TaskReceipt, run: Path) -> None:
     for group, subjects in GROUPS.items():
         result = receipt.result(group)
         assert result is not None and (len(result.tasks), result.n) == (subjects, 20 * subjects)
+    lock = json.loads(QUICK.with_suffix(".lock.json").read_text())
+    assert {leaf.name: leaf.config_sha256 for leaf in receipt.results if leaf.kind == "task"} == lock["definitions"]
     for result in receipt.results:
         right = frame[frame.task.isin(result.tasks or [result.name])].correct
         assert (result.correct, result.n, result.value) == (right.sum(), len(right), right.mean())
@@ -107,6 +111,15 @@ def test_without_gpqa_the_rest_runs(tiny: ModelFolder, tmp_path: Path) -> None:
     )
     assert receipt.suite.entries == ["mmlu"] and receipt.result("mmlu").n == 57  # type: ignore[union-attr]
     assert any("was not run" in text for text in receipt.deviations)
+
+
+def test_its_seal_is_made_again_without_documents(tmp_path: Path) -> None:
+    """The committed seal: the suite's meaning and the definitions of all 58 tasks, as lm-eval has them."""
+    shutil.copy(QUICK, tmp_path / "quick.toml")
+    shown = CliRunner().invoke(app, ["tasks", "--suite", str(tmp_path / "quick.toml"), "--seal"], terminal_width=200)
+    assert shown.exit_code == 0 and "definitions sealed: 58 tasks" in shown.output, shown.output
+    assert "prompts not sealed: mmlu" in shown.output and f"prompts not sealed: {GPQA}" in shown.output
+    assert (tmp_path / "quick.lock.json").read_text() == QUICK.with_suffix(".lock.json").read_text()
 
 
 @pytest.mark.slow

@@ -238,6 +238,18 @@ def test_a_sealed_suite_is_held_to_its_prompts(tiny: ModelFolder, tmp_path: Path
     assert not (tmp_path / "other" / "tasks.json").exists()
 
 
+def test_a_definition_other_than_the_sealed_one_is_refused(tiny: ModelFolder, tmp_path: Path) -> None:
+    """FAULTS A 69: sealed before its documents could be had, a task is still held to what it asks."""
+    request = small(tmp_path, tiny)
+    path, lock = seal(request.suite, None)
+    assert not lock.tasks and list(lock.definitions) == [GPQA] and lock.unsealed == (GPQA,)
+    assert not run_suite(request).receipt.suite.sealed, "no prompt was sealed"
+    path.write_text(path.read_text().replace(lock.definitions[GPQA], "0" * 64))
+    with pytest.raises(IncomparableError, match=f"{GPQA}: its definition is not what the suite was sealed with"):
+        run_suite(small(tmp_path, tiny, out=tmp_path / "other"))
+    assert not (tmp_path / "other" / "answers.jsonl").exists()
+
+
 def test_a_suite_changed_after_its_seal_is_refused(tiny: ModelFolder, tmp_path: Path) -> None:
     request = small(tmp_path, tiny)
     seal(request.suite, request.data)

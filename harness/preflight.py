@@ -105,7 +105,10 @@ def check_alignment(nll: dict[int, np.ndarray]) -> Check:
     means = {shift: _finite_mean(values) for shift, values in nll.items()}
     text = ", ".join(f"shift {shift:+d}: {means[shift]:.3f}" for shift in sorted(means))
     if min(means, key=lambda shift: means[shift]) != 0:
-        raise ScoreError(f"outputs are off by one: mean NLL {text}", "check which position the engine reports first")
+        raise ScoreError(
+            f"outputs are off by one: mean NLL {text}",
+            "check which position the engine reports first, and that the panel is of its tokenizer",
+        )
     return Check(name="NLL at shift 0 is the lowest", passed=True, figure=text)
 
 

@@ -1,4 +1,4 @@
-"""``fidelity doctor``: each dependency, the device, free memory and disk, and what is missing."""
+"""``fidelity doctor``: each dependency, the device, free memory and disk, and what is missing; or a server's checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,8 +20,24 @@ OPTIONAL = {
 }
 
 
-def doctor() -> None:
-    """Say what this machine has and what is missing, with the line that installs it."""
+def doctor(
+    engine: Annotated[
+        str | None, typer.Option(help="Check the server at this address instead of this machine.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="vllm or sglang; else what the server says it is.")] = None,
+    served_model: Annotated[str | None, typer.Option(help="The model, where the server has several.")] = None,
+    k: Annotated[int, typer.Option(min=1, help="Top tokens a position that will be asked for.")] = 20,
+    panel: Annotated[
+        Path | None, typer.Option(help="Rows to send: those of a panel; else text in the server's own tokens.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a server's checks for a script.")] = False,
+) -> None:
+    """Say what this machine has and what is missing; or whether a server may be measured."""
+    if engine is not None:
+        from harness.cli.doctor_engine import check_engine
+
+        check_engine(engine, kind=kind, served_model=served_model, k=k, panel=panel, as_json=as_json)
+        return
     table = Table("package", "installed", "what for / how to get it", box=None)
     missing = 0
     for name in required_packages():

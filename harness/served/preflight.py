@@ -13,7 +13,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from harness.errors import EngineError, Refused
-from harness.preflight import PROBE, part_of, probes_of
+from harness.preflight import part_of, probes_of
 from harness.receipt import Check
 from harness.served import preflight_answer as answers
 from harness.served import preflight_pairs as pairs
@@ -53,7 +53,8 @@ def check_served(
     """All checks on a served engine; the first refusal is raised.
 
     Args:
-        rows: the rows that will be measured. The longest is the whole row, its beginning the probe.
+        rows: the rows that will be measured. The longest is the whole row, its beginning (at most three quarters of
+            it, and 256 tokens) the probe.
         k: top tokens a position that the measurement will ask for.
         vocab_size: columns of the teacher's softmax; None where no teacher is known.
         tokenizer_size: tokens of the tokenizer, where ids beyond them may exist.
@@ -132,7 +133,8 @@ class Probe:
                 f"the longest row has {len(self.whole_row.ids_T)} tokens",
                 f"check with a row of at least {LEAST} tokens",
             )
-        self.row, self._beside, _ = probes_of(self.whole_row)
+        whole_T = self.whole_row.ids_T
+        self.row, self._beside, _ = probes_of(part_of(self.whole_row, whole_T[: len(whole_T) - len(whole_T) // 4]))
         self.given: list[ServedRow] = []
 
     @cached_property
@@ -151,7 +153,7 @@ class Probe:
 
     @cached_property
     def whole(self) -> ServedRow:
-        return self.first if len(self.row.ids_T) == len(self.whole_row.ids_T) else self._ask([self.whole_row])[0]
+        return self._ask([self.whole_row])[0]
 
     @cached_property
     def moved(self) -> ServedRow:
@@ -285,13 +287,10 @@ def _check_temperature(probe: Probe) -> Check:
 
 
 def _check_prefix(probe: Probe, software: str) -> Check:
-    name = "a row's beginning does not depend on its end"
-    if probe.whole is probe.first:
-        return Check(name=name, passed=True, figure=server.UNPROVEN, note=f"no row is longer than {PROBE} tokens")
     return pairs.check_same(
         probe.first,
         probe.whole,
-        name=name,
+        name="a row's beginning does not depend on its end",
         cause="when more tokens follow",
         repair=f"set {server.option(software, 'chunk')} above the length of a row: its chunked prefill changes results",
     )

@@ -18,7 +18,7 @@ from harness.served.seam import ServedRow
 #: No KL that is printed is moved by so many nats at a position.
 QUIET = 1e-3
 #: Largest mean change in nats that is.
-MEAN_TOLERANCE = 0.05
+MEAN_TOLERANCE = 0.1
 #: At the edge of a chunk, a change of more nats than this that stands out from all near it is a seam.
 SEAM = 1.0
 #: How many times the largest change near it that is.

@@ -13,6 +13,7 @@ import httpx
 
 from harness.errors import EngineError
 from harness.receipt import Check
+from harness.served.address import headers
 from harness.served.seam import UNKNOWN, Capabilities, ServedRow
 from harness.types import EngineIdentity, Row
 
@@ -135,14 +136,14 @@ def check_alone(before: int | None, after: int | None) -> Check:
     return Check(name=name, passed=True, figure="0 other requests before and after")
 
 
-def requests_at_work(root: str, headers: dict[str, str] | None = None) -> int | None:
+def requests_at_work(root: str) -> int | None:
     """Requests that a server has at work or queued, by its /metrics; None where it does not tell.
 
     Args:
         root: the server's address, with or without ``/v1``.
     """
     try:
-        answer = httpx.get(f"{root.rstrip('/').removesuffix('/v1')}/metrics", headers=headers, timeout=10)
+        answer = httpx.get(f"{root.rstrip('/').removesuffix('/v1')}/metrics", headers=headers(), timeout=10)
     except httpx.HTTPError:
         return None
     if answer.status_code != 200:

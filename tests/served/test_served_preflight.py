@@ -140,24 +140,24 @@ def test_every_check_passes_with_its_figure_on_an_honest_server():
     )
     assert all(line.passed and line.figure for line in found.values())
     assert len(found) == len({line.name for line in found.values()}) >= 20
-    assert found["the server ran the panel's token ids"].figure == "256 of 256 equal"
-    assert found["counts"].figure == "255 positions of 256 tokens, 8 ids each"
+    assert found["the server ran the panel's token ids"].figure == "240 of 240 equal"
+    assert found["counts"].figure == "239 positions of 240 tokens, 8 ids each"
     assert found["the same row twice"].figure == "max |difference| 0"
     assert found["NLL follows the teacher's"].figure.startswith("correlation 1.0000, mean |difference| 0.0000")
     assert found["tokens taken from a prefix cache"].figure == "0 in 10 rows"
-    assert found["ids of our choice"].figure == "765 of 765, within 0 nats"
+    assert found["ids of our choice"].figure == "717 of 717, within 0 nats"
     assert found["nobody else uses the server"].figure == "unproven"
     # The probe, a row that begins like it, the probe again, warm, whole, moved, three together, asked.
-    assert [len(r.ids_T) for r in server.requests] == [256, 256, 256, 256, 320, 313, 128, 320, 171, 256]
-    assert np.array_equal(server.requests[1].ids_T[:128], ROWS[1].ids_T[:128])
-    assert not np.array_equal(server.requests[1].ids_T, ROWS[1].ids_T[:256])
+    assert [len(r.ids_T) for r in server.requests] == [240, 240, 240, 240, 320, 313, 120, 320, 160, 240]
+    assert np.array_equal(server.requests[1].ids_T[:120], ROWS[1].ids_T[:120])
+    assert not np.array_equal(server.requests[1].ids_T, ROWS[1].ids_T[:240])
 
 
 def test_means_of_the_alignment_are_those_of_the_full_distribution_where_k_is_the_vocabulary():
     """Independent computation: NLL of ids t, t + 1 and t + 2 at each position from the whole matrix."""
     found = check(Server(), k=V)
-    ids = ROWS[1].ids_T[:256]
-    logprobs_TV, at = log_softmax(logits_of(ids)), np.arange(1, 254)
+    ids = ROWS[1].ids_T[:240]
+    logprobs_TV, at = log_softmax(logits_of(ids)), np.arange(1, 238)
     means = [-logprobs_TV[at, ids[at + 1 + shift]].mean() for shift in (-1, 0, 1)]
     expected = ", ".join(f"shift {s:+d}: {m:.3f}" for s, m in zip((-1, 0, 1), means, strict=True))
     assert found["NLL at shift 0 is the lowest"].figure == expected
@@ -250,13 +250,13 @@ WRONG_ANSWERS: dict[str, tuple[Callable[[ServedRow], ServedRow], type[Refused], 
     "a BOS added (A 1)": (
         lambda a: replace(a, echoed_ids_T=np.r_[np.int32(1), a.echoed_ids_T]),
         EngineError,
-        "row 1: the engine ran 257 tokens, the panel has 256",
+        "row 1: the engine ran 241 tokens, the panel has 240",
     ),
     "another token (A 7)": (entry("echoed_ids_T", (5,), 3), EngineError, "row 1: the engine ran token 3 at index 5"),
     "a position dropped (A 18)": (
         lambda a: replace(a, target_logprob_T=a.target_logprob_T[:-1], ids_TK=a.ids_TK[1:]),
         EngineError,
-        "row 1: 256 tokens have 255 scored positions, the server gave 254 targets and 254 lists",
+        "row 1: 240 tokens have 239 scored positions, the server gave 238 targets and 238 lists",
     ),
     "a quiet cap (A 17)": (
         lambda a: replace(a, ids_TK=a.ids_TK[:, :5], logprobs_TK=a.logprobs_TK[:, :5]),
@@ -291,7 +291,7 @@ WRONG_ANSWERS: dict[str, tuple[Callable[[ServedRow], ServedRow], type[Refused], 
     "cached tokens (B 32)": (
         lambda a: replace(a, cached_tokens=64),
         EngineError,
-        "row 1: the server took 64 of 256 tokens from its prefix cache.*\n.*--no-enable-prefix-caching",
+        "row 1: the server took 64 of 240 tokens from its prefix cache.*\n.*--no-enable-prefix-caching",
     ),
 }
 
@@ -338,12 +338,12 @@ def test_small_noise_is_told_not_refused():
     """FAULTS A 34, A 40: what is not bit-equal has its largest difference, and where it is, in the line."""
     found = check(Server(on_logits=remembers(0.01)))["the same row twice"]
     assert not found.passed and found.figure.startswith("max |difference| 0.0") and "noise" in found.note
-    exact = log_softmax(logits_of(ROWS[1].ids_T[:256]))
-    moved = log_softmax(remembers(0.01)(Request(ROWS[1].ids_T[:256], 2, 0, 1), logits_of(ROWS[1].ids_T[:256])))
+    exact = log_softmax(logits_of(ROWS[1].ids_T[:240]))
+    moved = log_softmax(remembers(0.01)(Request(ROWS[1].ids_T[:240], 2, 0, 1), logits_of(ROWS[1].ids_T[:240])))
     listed = np.argsort(-exact, axis=1)[:, :8]
     largest = max(
         np.abs(np.take_along_axis(exact - moved, listed, 1))[:-1].max(),
-        np.abs((exact - moved)[np.arange(255), ROWS[1].ids_T[1:256]]).max(),
+        np.abs((exact - moved)[np.arange(239), ROWS[1].ids_T[1:240]]).max(),
     )
     assert float(found.figure.split()[2]) == pytest.approx(largest, rel=0.01)
 
@@ -420,7 +420,7 @@ def test_asked_ids_that_are_left_out_or_mixed_up_are_refused():
     def mixed(answer: ServedRow) -> ServedRow:
         return replace(answer, asked_TM=None if answer.asked_TM is None else np.roll(answer.asked_TM, 1, axis=0))
 
-    with pytest.raises(EngineError, match="row 1: 765 ids were asked for, the server gave 0 numbers"):
+    with pytest.raises(EngineError, match="row 1: 717 ids were asked for, the server gave 0 numbers"):
         check(answers(left_out))
     with pytest.raises(EngineError, match=r"row 1, position \d+: id .* was asked for and has log-probability"):
         check(answers(mixed))

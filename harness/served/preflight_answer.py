@@ -97,6 +97,10 @@ def check_mass(answer: ServedRow, vocab_size: int | None) -> Check:
     _check_order(answer)
     mass_T = np.exp(np.where(answer.ids_TK >= 0, answer.logprobs_TK, -np.inf)).sum(axis=1)
     at = int(mass_T.argmax())
+    if (answer.logprobs_TK[answer.ids_TK >= 0] == 0).all():
+        raise ScoreError(
+            f"row {answer.index}: every log-probability is 0", "turn off speculative decoding in the server"
+        )
     if mass_T[at] > 1 + MASS_TOLERANCE:
         raise ScoreError(
             f"row {answer.index}, position {at}: the probabilities of {answer.ids_TK.shape[1]} ids add up to "

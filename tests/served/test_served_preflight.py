@@ -245,7 +245,7 @@ WRONG_ANSWERS: dict[str, tuple[Callable[[ServedRow], ServedRow], type[Refused], 
     "zeros (A 35)": (
         lambda a: replace(a, target_logprob_T=0 * a.target_logprob_T, logprobs_TK=0 * a.logprobs_TK),
         ScoreError,
-        r"row 1, position 0: the probabilities of 8 ids add up to 8.000000",
+        r"row 1: every log-probability is 0",
     ),
     "a BOS added (A 1)": (
         lambda a: replace(a, echoed_ids_T=np.r_[np.int32(1), a.echoed_ids_T]),

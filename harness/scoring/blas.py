@@ -1,9 +1,9 @@
-"""Which fp32 matrix product to use: numpy's BLAS or torch's, whichever a short probe finds faster.
+"""Which fp32 matrix product to use: the project's own, numpy's BLAS or torch's, by a short probe of their speed.
 
-The product of two fp32 matrices is the bulk of the work through a head, and the two libraries differ by up to half
-on some processors. They also round differently, so the choice is part of what a number depends on: `blas_choice` says
-it, and ``FIDELITY_BLAS=numpy`` or ``torch`` fixes it. torch is taken only when clearly faster, so that the choice does
-not flicker between runs.
+The product of two fp32 matrices is the bulk of the work through a head, and libraries differ by up to half on some
+processors. They also round differently, so the choice is part of what a number depends on: `blas_choice` says it, and
+``FIDELITY_BLAS=own``, ``numpy`` or ``torch`` fixes it. A library is taken only when clearly faster, so that the choice
+does not flicker between runs, and digits are the same on most machines.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 from harness.errors import UsageError
+from harness.scoring.microkernel import ROWS
+from harness.scoring.packed import Packed
 
 #: Positions sit at multiples of it in a product, so that a position's digits do not depend on which side it is on.
 GROUP = 12
 CLEARLY_FASTER = 1.1
+OWN = "own"
 VARIABLE = "FIDELITY_BLAS"
 
 Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
@@ -33,14 +36,20 @@ Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 class Blas:
     """A way to write ``states [R, H] @ tile [W, H].T`` into ``out [R, W]``, all fp32.
 
-    ``stacks``: rows a multiple of ``GROUP`` apart get the same digits, so both sides may share one product.
+    ``stacks``: rows a multiple of ``group`` apart get the same digits, so both sides may share one product.
+    ``multiply`` is None for the project's own, `packed.Packed`.
     """
 
     name: str
     library: str
     gflops: float
     stacks: bool
-    multiply: Multiply
+    multiply: Multiply | None
+
+    @property
+    def group(self) -> int:
+        """A product's rows start at multiples of it, and are as many."""
+        return ROWS if self.multiply is None else GROUP
 
 
 def _numpy_multiply(states: np.ndarray, tile: np.ndarray, out: np.ndarray) -> None:
@@ -51,7 +60,7 @@ def _torch_multiply(states: np.ndarray, tile: np.ndarray, out: np.ndarray) -> No
     torch.mm(torch.from_numpy(states), torch.from_numpy(tile).T, out=torch.from_numpy(out))
 
 
-PRODUCTS: dict[str, Multiply] = {"numpy": _numpy_multiply, "torch": _torch_multiply}
+PRODUCTS: dict[str, Multiply | None] = {OWN: None, "numpy": _numpy_multiply, "torch": _torch_multiply}
 
 
 @functools.cache
@@ -81,8 +90,8 @@ def blas_choice() -> Blas:
         found = _probe()
     if forced is not None:
         return found[forced]
-    fast = found["torch"].gflops > CLEARLY_FASTER * found["numpy"].gflops
-    return found["torch" if fast else "numpy"]
+    fastest = max(found.values(), key=lambda blas: blas.gflops)
+    return fastest if fastest.gflops > CLEARLY_FASTER * found[OWN].gflops else found[OWN]
 
 
 def _probe() -> dict[str, Blas]:
@@ -90,20 +99,21 @@ def _probe() -> dict[str, Blas]:
     half = rng.standard_normal((16 * GROUP, 1024), np.float32)
     states, tile = np.concatenate([half, half]), rng.standard_normal((256, 1024), np.float32)
     out = np.empty((len(states), len(tile)), np.float32)
+    works = {name: _work(multiply, states, tile, out) for name, multiply in PRODUCTS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in PRODUCTS}
     stacks: dict[str, bool] = {}
     for _ in range(6):
-        for name, multiply in PRODUCTS.items():
+        for name, work in works.items():
             start = time.thread_time()  # CPU time: other work on the machine must not decide
-            multiply(states, tile, out)
+            work()
             seconds[name].append(time.thread_time() - start)
             stacks[name] = np.array_equal(out[: len(half)], out[len(half) :])
-    work = 2e-9 * states.shape[0] * states.shape[1] * len(tile)
+    flops = 2.0 * states.shape[0] * states.shape[1] * len(tile)
     return {
         name: Blas(
             name=name,
             library=_library(name),
-            gflops=work / min(seconds[name]),
+            gflops=1e-9 * flops / min(seconds[name]),
             stacks=stacks[name],
             multiply=multiply,
         )
@@ -111,8 +121,17 @@ def _probe() -> dict[str, Blas]:
     }
 
 
+def _work(multiply: Multiply | None, states: np.ndarray, tile: np.ndarray, out: np.ndarray) -> Callable[[], None]:
+    if multiply is not None:
+        return lambda: multiply(states, tile, out)
+    packed = Packed(states)  # once for a whole vocabulary
+    return lambda: packed.multiply(tile, False, out)
+
+
 def _library(name: str) -> str:
     """The library behind a product, as far as it can be told."""
+    if name == OWN:
+        return "compiled by numba"
     if name == "torch":
         return "mkl" if torch.backends.mkl.is_available() else "torch"
     for info in _controller().info():

@@ -165,7 +165,7 @@ class _Job:
         else:
             hidden = max(source.matrix.shape[1] for source in self.sources if source.head is not None)
             step = _positions(min(MOST_ROWS, STATE_BYTES // (4 * hidden)), sides)
-            width = -(-self.threads * tile_width(hidden) // rows.BLOCK) * rows.BLOCK
+            width = -(-self.threads * tile_width(hidden, blas_choice()) // rows.BLOCK) * rows.BLOCK
         step = _even(len(self.targets_T), step)
         for low in range(0, len(self.targets_T), step):
             self._block(slice(low, min(low + step, len(self.targets_T))), width, wide)

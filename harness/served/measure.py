@@ -37,6 +37,7 @@ from harness.rows import finished_rows, join_rows, write_row
 from harness.served.connect import connect
 from harness.served.floor import Question, floor_of, require_same_weights
 from harness.served.preflight import check_row, check_served
+from harness.served.preflight_server import load_of
 from harness.served.score import AskedIds, ask_of, score_served
 from harness.served.seam import UNKNOWN, ServedEngine, ServedRow
 from harness.served.summary import additions
@@ -234,6 +235,7 @@ def _preflight(run: _Run, capture: Capture) -> list[Check]:
         k=run.request.k,
         vocab_size=_vocabulary(capture),
         teacher_nll_T=capture.row(longest.index).nll,
+        load=load_of(run.request.url),
     )
 
 
@@ -251,7 +253,7 @@ def _ask_and_score(run: _Run, capture: Capture) -> Wire:
     answers: Iterator[ServedRow] = run.engine.run(todo, k=request.k, ask=ask if run.fixed_ids else None)
     with phase(f"{request.server} k={request.k}", total=len(todo), unit="tokens") as advance:
         for row, answer in zip(todo, answers, strict=True):
-            check_row(row, answer, k=request.k, vocab_size=vocab)
+            check_row(row, answer, k=request.k, vocab_size=vocab, software=request.server)
             scores, extras = score_served(
                 capture, capture.row(row.index), row, answer, asked.pop(row.index, None), vocab
             )

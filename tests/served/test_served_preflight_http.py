@@ -148,7 +148,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str | None]] = {
         "after a row with the same beginning: (?s:.*)--disable-radix-cache",
     ),
     "seams (1.5)": ({"chunk": 64}, "edge of a prefill chunk of 64 moves", None),
-    "speculative (A 35)": ({"speculative": True}, "row 0, position 0: the probabilities of 12 ids add up to 12", None),
+    "speculative (A 35)": ({"speculative": True}, "row 0: every log-probability is 0(?s:.*)speculative decoding", None),
     "NaN (A 16, A 27)": ({"nan_at": 17}, "row 0, position 17: the server gave NaN or no number", None),
     "null (A 16, A 18)": (
         {"null_at": 17},

@@ -37,7 +37,8 @@ DRAW_BYTES = 16 << 20
 class TopAndTail:
     """A teacher's ``K`` most probable ids, best first, and ``M`` ids drawn from what is left, one row.
 
-    Ties go to the lowest id. ``tail_mass_T`` is the probability outside the top ``K``. Where a position is not finite,
+    Ties go to the lowest id. ``tail_mass_T`` is the probability outside the top ``K``: summed where
+    ids are drawn, else what the top ``K`` leave of 1. Where a position is not finite,
     or has no tail to draw from, ids are -1 and log-probabilities NaN. ``also_logp_TL`` are those of ids asked for
     beside, from the same products.
     """
@@ -169,21 +170,24 @@ def _fill(
 ) -> None:
     """The top, the drawn and the other ids of the positions ``at``, whose logits are ``[n, V]``."""
     k, valid = out.ids_TK.shape[1], np.isfinite(lse)
+    total = torch.tensor(lse, device=logits.device)[:, None]
     ids = top_ids(logits, k)
-    logp = logits.double() - torch.tensor(lse, device=logits.device)[:, None]
+    top = logits.gather(1, ids).double() - total
     out.ids_TK[at] = np.where(valid[:, None], ids.cpu().numpy(), -1)
-    out.logp_TK[at] = np.where(valid[:, None], logp.gather(1, ids).cpu().numpy(), np.nan)
-    others = logp.gather(1, torch.tensor(np.maximum(also, 0), dtype=torch.int64, device=logits.device))
-    out.also_logp_TL[at] = np.where(also >= 0, others.cpu().numpy(), np.nan)
-    tail = logp.exp().scatter_(1, ids, 0.0)
-    sums = tail.cumsum(1)
-    out.tail_mass_T[at] = np.where(valid, sums[:, -1].cpu().numpy(), np.nan)
+    out.logp_TK[at] = np.where(valid[:, None], top.cpu().numpy(), np.nan)
+    others = logits.gather(1, torch.tensor(np.maximum(also, 0), dtype=torch.int64, device=logits.device))
+    out.also_logp_TL[at] = np.where(also >= 0, (others.double() - total).cpu().numpy(), np.nan)
     if not uniform.shape[1]:
+        out.tail_mass_T[at] = 1.0 - np.exp(out.logp_TK[at]).sum(1)
         return
+    tail = (logits.double() - total).exp_().scatter_(1, ids, 0.0)
+    sums = tail.cumsum(1)
+    mass = sums[:, -1].cpu().numpy()
     drawn = _drawn(sums, tail, torch.from_numpy(uniform).to(logits.device))
-    good = valid[:, None] & (sums[:, -1:].cpu().numpy() > 0)
+    good = valid[:, None] & (mass > 0)[:, None]
+    out.tail_mass_T[at] = np.where(valid, mass, np.nan)
     out.tail_ids_TM[at] = np.where(good, drawn.cpu().numpy(), -1)
-    out.tail_logp_TM[at] = np.where(good, logp.gather(1, drawn).cpu().numpy(), np.nan)
+    out.tail_logp_TM[at] = np.where(good, (logits.gather(1, drawn).double() - total).cpu().numpy(), np.nan)
 
 
 def _drawn(sums: torch.Tensor, tail: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,8 @@ from harness.types import SCORE_DTYPES, Row, Scores, TopK
 #: More probability than this on known ids is no rounding: the server's numbers are not of one distribution.
 EXCESS = 1e-3
 TOP = 5
+#: Positions whose vocabulary is marked at a time where two lists of ids are compared.
+MARKED = 64
 
 #: Arrays beside `Scores`, an entry a position. ``captured_*``: probability on the known ids. ``all_known``: every id
 #: that was asked for has a finite number. ``agree_known``: whether ``agree`` is certain (else it is False). ``kl_*``
@@ -176,7 +178,7 @@ def _named(row: Row, answer: ServedRow, listed: _Listed, teacher: TopAndTail) ->
     target_lq = np.where(listed.ids_TK[:, -1] >= 0, answer.target_logprob_T, -np.inf)
     raw = np.concatenate([answer.logprobs_TK, target_lq[:, None]], axis=1)
     lq = np.where(listed.ids_TK >= 0, _observed(raw), np.nan)
-    missing = ~(teacher.ids_TK[:, :, None] == listed.ids_TK[:, None, :]).any(-1) & (teacher.ids_TK >= 0)
+    missing = ~_is_in(teacher.ids_TK, listed.ids_TK) & (teacher.ids_TK >= 0)
     extra = np.where(missing, teacher.logp_TK, np.nan)
     used = answer.ids_TK >= 0
     # An unobserved id in the list breaks the order, so nothing is known of what the list leaves out.
@@ -194,6 +196,19 @@ def _named(row: Row, answer: ServedRow, listed: _Listed, teacher: TopAndTail) ->
         invalid_T=(used & np.isnan(answer.logprobs_TK)).any(1) | np.isnan(answer.target_logprob_T),
         all_known_T=whole & np.isfinite(answer.target_logprob_T),
     )
+
+
+def _is_in(ids_TK: np.ndarray, others_TL: np.ndarray) -> np.ndarray:
+    """Whether each id is among the others of its own position; unused slots (-1) are one id more."""
+    out = np.empty(ids_TK.shape, dtype=bool)
+    span = int(max(ids_TK.max(initial=0), others_TL.max(initial=0))) + 2
+    for low in range(0, len(out), MARKED):
+        some, others = ids_TK[low : low + MARKED], others_TL[low : low + MARKED]
+        at = np.arange(len(some))[:, None]
+        there = np.zeros((len(some), span), dtype=bool)
+        there[at, others] = True
+        out[low : low + MARKED] = there[at, some]
+    return out
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -43,13 +43,17 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
 
 
 def assert_scores(found: Scores, wanted: Scores, *, kl_rel: float = 5e-6) -> None:
-    """Divergences to 5e-6 of themselves, sums to 2e-6, choices and counts exactly."""
+    """Divergences to 5e-6 of themselves, sums to 2e-6, choices and counts exactly.
+
+    An entropy is a difference of two numbers as large as the distance of the shift from the side's own maximum, up to 30
+    nats where the sides are far apart: it keeps 1e-5 nats.
+    """
     np.testing.assert_allclose(found.kl, wanted.kl, rtol=kl_rel, atol=2e-15)
     np.testing.assert_allclose(found.kl_reverse, wanted.kl_reverse, rtol=2 * kl_rel, atol=2e-15)
-    for name in ("nll", "entropy"):
+    for name, atol in (("nll", 2e-6), ("entropy", 1e-5)):
         for side in ("teacher", "candidate"):
             np.testing.assert_allclose(
-                getattr(found, f"{name}_{side}"), getattr(wanted, f"{name}_{side}"), rtol=1e-6, atol=2e-6
+                getattr(found, f"{name}_{side}"), getattr(wanted, f"{name}_{side}"), rtol=1e-6, atol=atol
             )
     for name in ("tv", "p_top1_teacher", "outside_teacher", "outside_candidate"):
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=2e-6, atol=2e-7)

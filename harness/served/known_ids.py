@@ -1,0 +1,148 @@
+"""Which ids of an answer are known on both sides: what was asked, what the server named, what the teacher thinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.capture import Capture, CapturedRow
+from harness.errors import ScoreError
+from harness.score_row import targets_of
+from harness.scoring.known import TopAndTail, teacher_logprobs_at, teacher_top_and_tail
+from harness.served.seam import ServedRow
+from harness.types import Row, TopK
+
+#: Positions whose vocabulary is marked at a time where two lists of ids are compared.
+MARKED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedIds:
+    """What a server is asked at each position of one row, and what the teacher thinks of it.
+
+    ``ids_TM`` (int32, -1 where unused) holds the teacher's top ``k``, then ``m`` drawn ids, then the row's next token.
+    """
+
+    ids_TM: np.ndarray
+    k: int
+    m: int
+    teacher: TopAndTail
+
+
+def ask_of(capture: Capture, row: Row, k: int, m: int, seed: int, *, vocab: int | None = None) -> AskedIds:
+    """The teacher's top ``k``, ``m`` ids drawn from its tail, and the next token; the same for the same seed."""
+    if m == 1:
+        raise ScoreError("one drawn id a position gives no standard error", "draw 2 or more, or none")
+    teacher = teacher_top_and_tail(capture.row(row.index), capture.head, k, m, seed, vocab_size=vocab)
+    ids = np.concatenate([teacher.ids_TK, teacher.tail_ids_TM, targets_of(row)[:, None]], axis=1)
+    return AskedIds(ids_TM=ids.astype(np.int32), k=k, m=m, teacher=teacher)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Ids of the bound with both sides' log-probabilities, NaN where unknown; ``[T, K]``.
+
+    ``wide_*`` hold more: the teacher's own top ids that the server did not name, below its ``cap_q_T``.
+    """
+
+    ids_TK: np.ndarray
+    lp_TK: np.ndarray
+    lq_TK: np.ndarray
+    wide_lp: np.ndarray
+    wide_lq: np.ndarray
+    cap_p_T: np.ndarray
+    cap_q_T: np.ndarray
+    invalid_T: np.ndarray
+    all_known_T: np.ndarray
+
+
+def observed(logprobs: np.ndarray) -> np.ndarray:
+    """Fault A16: a sentinel says that an id was not observed, not that it is impossible."""
+    return np.where(logprobs == -np.inf, np.nan, logprobs.astype(np.float64))
+
+
+def known_of_asked(answer: ServedRow, asked: AskedIds) -> Known:
+    """The teacher's top ids as the server scored them."""
+    assert answer.asked_TM is not None
+    used = asked.ids_TM >= 0
+    invalid = (used & np.isnan(answer.asked_TM)).any(1)
+    lq = observed(answer.asked_TM[:, : asked.k])
+    lp, none = asked.teacher.logp_TK, np.ones(len(lq))
+    return Known(
+        ids_TK=asked.teacher.ids_TK,
+        lp_TK=lp,
+        lq_TK=lq,
+        wide_lp=lp,
+        wide_lq=lq,
+        cap_p_T=none,
+        cap_q_T=none,
+        invalid_T=invalid,
+        all_known_T=(np.isfinite(answer.asked_TM) | ~used).all(1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """The server's list and the row's next token, each id once; then the teacher's own top id. Teacher's numbers."""
+
+    ids_TK: np.ndarray
+    lp_TK: np.ndarray
+    lp_top1_T: np.ndarray
+
+
+def listed_ids(
+    capture: Capture, stored: CapturedRow, row: Row, answer: ServedRow, asked: AskedIds | None, vocab: int | None
+) -> tuple[Listed, TopAndTail]:
+    """What the teacher thinks of the ids that the server named, and its own top ids."""
+    targets = targets_of(row)[:, None]
+    named = (answer.ids_TK == targets).any(1)[:, None]
+    ids = np.concatenate([answer.ids_TK, np.where(named, -1, targets)], axis=1).astype(np.int32)
+    also = np.concatenate([ids, stored.top1[:, None]], axis=1)
+    if asked:
+        teacher, lp = asked.teacher, teacher_logprobs_at(stored, capture.head, also, vocab_size=vocab)
+    else:
+        k = answer.ids_TK.shape[1]
+        if isinstance(stored.outputs, TopK):
+            k = min(k, int((stored.outputs.ids_TK >= 0).sum(1).min()))
+        teacher = teacher_top_and_tail(stored, capture.head, k, also_TL=also, vocab_size=vocab)
+        lp = teacher.also_logp_TL
+    return Listed(ids_TK=ids, lp_TK=lp[:, :-1], lp_top1_T=lp[:, -1]), teacher
+
+
+def known_of_list(answer: ServedRow, listed: Listed, teacher: TopAndTail) -> Known:
+    """The ids that the server named, and its cap on all it did not name."""
+    target_lq = np.where(listed.ids_TK[:, -1] >= 0, answer.target_logprob_T, -np.inf)
+    raw = np.concatenate([answer.logprobs_TK, target_lq[:, None]], axis=1)
+    lq = np.where(listed.ids_TK >= 0, observed(raw), np.nan)
+    missing = ~is_in(teacher.ids_TK, listed.ids_TK) & (teacher.ids_TK >= 0)
+    extra = np.where(missing, teacher.logp_TK, np.nan)
+    used = answer.ids_TK >= 0
+    # An unobserved id in the list breaks the order, so nothing is known of what the list leaves out.
+    whole = used.all(1) & np.isfinite(answer.logprobs_TK).all(1)
+    with np.errstate(invalid="ignore"):
+        cap_q = np.where(whole, np.exp(answer.logprobs_TK.astype(np.float64).min(1, initial=0.0)), 1.0)
+    return Known(
+        ids_TK=listed.ids_TK,
+        lp_TK=listed.lp_TK,
+        lq_TK=lq,
+        wide_lp=np.concatenate([listed.lp_TK, extra], axis=1),
+        wide_lq=np.concatenate([lq, np.full(extra.shape, np.nan)], axis=1),
+        cap_p_T=np.exp(np.where(teacher.ids_TK >= 0, teacher.logp_TK, 0.0).min(1, initial=0.0)),
+        cap_q_T=cap_q,
+        invalid_T=(used & np.isnan(answer.logprobs_TK)).any(1) | np.isnan(answer.target_logprob_T),
+        all_known_T=whole & np.isfinite(answer.target_logprob_T),
+    )
+
+
+def is_in(ids_TK: np.ndarray, others_TL: np.ndarray) -> np.ndarray:
+    """Whether each id is among the others of its own position; unused slots (-1) are one id more."""
+    out = np.empty(ids_TK.shape, dtype=bool)
+    span = int(max(ids_TK.max(initial=0), others_TL.max(initial=0))) + 2
+    for low in range(0, len(out), MARKED):
+        some, others = ids_TK[low : low + MARKED], others_TL[low : low + MARKED]
+        at = np.arange(len(some))[:, None]
+        there = np.zeros((len(some), span), dtype=bool)
+        there[at, others] = True
+        out[low : low + MARKED] = there[at, some]
+    return out

@@ -81,7 +81,8 @@ def test_bound_of_a_real_server(url: str, exact: Result, ask: Callable[..., Serv
     assert np.abs(served["nll_candidate"] - ours["nll_candidate"]).max() < 1e-3
     assert np.array_equal(served["top1_candidate"], ours["top1_candidate"])
     gap = ours["kl"] - served["kl"]
-    assert gap.min() > -1e-5 and gap.mean() > 0
+    # The bound is of the server's numbers, which differ from ours by the rounding of two engines.
+    assert gap.min() > -1e-4 and gap.mean() > 0
     # The bound lacks the tail's own divergence, weighted by the tail's mass: no more of one than of the other.
     tail = 1 - served["captured_teacher_mass"]
     assert np.corrcoef(np.log(gap.clip(1e-9)), np.log(tail.clip(1e-9)))[0, 1] > 0.6

@@ -21,6 +21,7 @@ from harness.errors import IncomparableError
 from harness.receipt import Interval, Measurement
 from harness.report.bound import floor_text
 from harness.report.numbers import MISSING, count, number, percent, with_interval
+from harness.scoring.bounds import upper_bound_of_range
 
 Kind = Literal["exact", "lower bound", "estimate"]
 #: A bound above the exact KL by more nats than this at a position is counted.
@@ -132,12 +133,13 @@ def reference(columns: Sequence[Column]) -> Column | None:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(columns: Sequence[Column]) -> Table:
-    """All estimators of one candidate, a column each."""
+def table(columns: Sequence[Column], log_range: float | None = None) -> Table:
+    """All estimators of one candidate, a column each; with ``log_range``, upper bounds under that assumption."""
     against = reference(columns)
     lines: list[tuple[str, list[str]]] = [
         ("KL(teacher‖candidate) mean, nats", [with_interval(c.kl, c.interval) for c in columns]),
         ("standard error of drawing the tokens", [_drawing(c) for c in columns]),
+        (f"at most, if ln(p/q) varies by {number(log_range)} outside", [_most(c, log_range) for c in columns]),
         ("captured teacher mass, mean", [_mass(c) for c in columns]),
         ("share of the exact KL", [_share(c, against) for c in columns]),
         ("exact KL less this, nats", [_gap(c, against) for c in columns]),
@@ -168,6 +170,14 @@ def title_of(columns: Sequence[Column]) -> str:
 
 def _drawing(c: Column) -> str:
     return number(c.run.m.summary["kl_tail_estimate_se"]) if c.kind == "estimate" else MISSING
+
+
+def _most(c: Column, log_range: float | None) -> str:
+    """The upper bound of the whole KL under an assumed range of ln(p/q) outside the known tokens."""
+    mass = c.run.m.summary.get("captured_teacher_mass_mean")
+    if log_range is None or c.kind != "lower bound" or mass is None:
+        return MISSING
+    return number(float(upper_bound_of_range(np.array(c.kl), np.array(1.0 - mass), log_range)))
 
 
 def _mass(c: Column) -> str:
@@ -213,7 +223,7 @@ def _same_choice(c: Column, against: Column | None) -> str:
     return shown if known.all() else f"{shown} of {count(int(known.sum()))}"
 
 
-def sentences(columns: Sequence[Column]) -> list[str]:
+def sentences(columns: Sequence[Column], log_range: float | None = None) -> list[str]:
     """What must be read beside the table."""
     against, kinds = reference(columns), {c.kind for c in columns}
     out = ["An exact KL, a lower bound of it and an estimate of it are different numbers: none is ranked by another's."]
@@ -221,6 +231,13 @@ def sentences(columns: Sequence[Column]) -> list[str]:
         out.append(
             f"Bounds are held against `{against.header}`. A bound lies below the exact KL of the same engine; "
             "another engine's arithmetic may put it on either side."
+        )
+    if log_range is None and "lower bound" in kinds:
+        out.append("No upper bound follows from known tokens alone: an unseen token may have next to no probability.")
+    elif "lower bound" in kinds:
+        out.append(
+            f"The upper bounds hold only if ln(p/q) varies by at most {number(log_range)} over the tokens that are not "
+            "known: an assumption of the reader, not a measurement."
         )
     digests = {c.run.m.candidate.weights_sha256 for c in columns}
     if len(digests) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from harness.compare.report import as_markdown
 from harness.compare.tables import Table
 from harness.digest import json_digest
+from harness.errors import UsageError
 from harness.interop.g4 import slug
 from harness.report import style
 from harness.report.estimators import Column, columns_of, load_runs, sentences, table
@@ -26,17 +28,29 @@ class Estimators:
 
     columns: list[Column]
     points: list[Point]
+    tail_range: float | None = None
 
     @property
     def tables(self) -> list[Table]:
-        return [table(self.columns), *([k_table(self.points)] if self.points else [])]
+        return [table(self.columns, self.tail_range), *([k_table(self.points)] if self.points else [])]
+
+    @property
+    def sentences(self) -> list[str]:
+        return sentences(self.columns, self.tail_range)
 
 
-def estimators(runs: Sequence[Path]) -> Estimators:
-    """Read runs of one candidate; see `harness.report.estimators.load_runs` for what is refused."""
+def estimators(runs: Sequence[Path], *, tail_range: float | None = None) -> Estimators:
+    """Read runs of one candidate; see `harness.report.estimators.load_runs` for what is refused.
+
+    Args:
+        tail_range: assume that ``ln(p/q)`` varies by at most so much outside the known tokens, for upper bounds.
+    """
+    if tail_range is not None and not (0 <= tail_range < math.inf):
+        raise UsageError(f"--tail-range {tail_range} is no range", "give a number of nats, such as 2")
     columns = columns_of(load_runs(runs))
     points = points_of(columns)
-    return Estimators(columns=columns, points=points if len({p.k for p in points}) > 1 else [])
+    shown = points if len({p.k for p in points}) > 1 else []
+    return Estimators(columns=columns, points=shown, tail_range=tail_range)
 
 
 def default_folder(found: Estimators) -> Path:
@@ -58,6 +72,6 @@ def write(folder: Path, found: Estimators) -> Path:
         with style.drawing(style.LIGHT):
             style.save_all(k_figure(found.points), [folder / f"{PICTURE}.png", folder / f"{PICTURE}.svg"])
         blocks += [f"![Known tokens and what they cost]({PICTURE}.png)"]
-    blocks += ["\n".join(f"- {text}" for text in sentences(found.columns))]
+    blocks += ["\n".join(f"- {text}" for text in found.sentences)]
     write_text(folder / FILE, "\n\n".join(blocks) + "\n")
     return folder / FILE

@@ -286,6 +286,20 @@ def test_what_k_costs_and_its_picture(runs: dict[str, Path], tmp_path: Path) -> 
     assert (tmp_path / "out" / f"{PICTURE}.svg").read_bytes() == first and report.read_text() == text
 
 
+def test_an_upper_bound_needs_an_assumption(runs: dict[str, Path]) -> None:
+    """STATS 11 (d), (e): no finite upper bound from known tokens alone; under a range R it is bound + p_T R^2 / 8."""
+    plain = estimators([runs["exact"], runs["20"]])
+    assert not any(row[0].startswith("at most") for row in plain.tables[0].rows)
+    assert any("No upper bound follows" in text for text in plain.sentences)
+    assumed = estimators([runs["exact"], runs["20"]], tail_range=2.0)
+    s = load_measurement(runs["20"]).summary
+    most = rows_of(assumed.tables[0])["at most, if ln(p/q) varies by 2.000 outside"]
+    assert float(most[1]) == pytest.approx(s["kl_mean"] + (1 - s["captured_teacher_mass_mean"]) / 2, rel=1e-3)
+    assert most[0] == "n/a" and any("an assumption of the reader" in text for text in assumed.sentences)
+    with pytest.raises(UsageError, match="is no range"):
+        estimators([runs["exact"], runs["20"]], tail_range=-1.0)
+
+
 def test_the_command(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["estimators", str(runs["exact"]), str(runs["drawn"]), "-o", str(out)])

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.compare.model import BarOutcome, Figure
 from harness.errors import Refused
-from harness.store import write_json
+from harness.store import write_receipt
 
 FILE = "task-comparison.json"
 Verdict = Literal["better", "worse", "equivalent", "within noise"]
@@ -128,7 +128,7 @@ class TaskComparisons(Strict):
 
 def save_task_comparisons(folder: Path, found: list[TaskComparisons]) -> None:
     """Write task-comparison.json: one entry a suite."""
-    write_json(folder / FILE, [comparison.model_dump() for comparison in found])
+    write_receipt(folder / FILE, [comparison.model_dump() for comparison in found])
 
 
 def load_task_comparisons(path: Path) -> list[TaskComparisons]:

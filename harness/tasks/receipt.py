@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import Refused
 from harness.receipt import Check, SideIdentity
-from harness.store import write_json
+from harness.store import write_receipt
 from harness.tasks.pooling import plus_minus
 
 FILE = "tasks.json"
@@ -151,7 +151,7 @@ def selection(receipt: TaskReceipt, entry: str) -> str:
 
 def save_receipt(folder: Path, receipt: TaskReceipt) -> None:
     """Write tasks.json; it comes last, so its existence means that the run is whole."""
-    write_json(folder / FILE, receipt.model_dump())
+    write_receipt(folder / FILE, receipt.model_dump())
 
 
 def load_receipt(path: Path) -> TaskReceipt:

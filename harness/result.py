@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +15,16 @@ from harness.capture import Capture
 from harness.capture.manifest import capture_digest
 from harness.digest import file_digest
 from harness.engines.models import ModelFolder
+from harness.engines.open import tokenizer_of
 from harness.environment import current_source_digest, environment, source_digest
 from harness.errors import Refused, ScoreError
+from harness.panel.tokenizer import load_tokenizer
 from harness.receipt import Check, Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
 from harness.registration import with_registration
 from harness.rows import drop_row_files, scores_of
 from harness.stats.bootstrap import mean_kl_interval
 from harness.stats.influence import group_totals, t_interval
+from harness.text_size import TextSize, per_text, text_size
 from harness.types import Engine, EngineIdentity, Estimator, Panel, Row, Scores
 
 #: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
@@ -65,8 +68,8 @@ def build_measurement(
         candidate: where the candidate's files are, to count their bits; None where only a server has them.
         more: what the estimator says besides the numbers of every measurement.
     """
-    more = more or Additions()
     scores, row_N = scores_of(table), table["row"].to_numpy()
+    more = text_additions(scores, _text_size(candidate, rows, panel), more or Additions())
     counts = summary.counts(scores)
     _refuse_unnormalised(counts)
     _refuse_changed_source()
@@ -100,6 +103,21 @@ def build_measurement(
     save_measurement(folder, measurement)
     drop_row_files(folder)
     return measurement
+
+
+def text_additions(scores: Scores, size: TextSize | None, more: Additions) -> Additions:
+    """``more``, and perplexity per word and bits per byte where the size of the text is known."""
+    if size is None:
+        return more
+    per = per_text(scores.nll_teacher, scores.nll_candidate, size)
+    return replace(more, summary=dict(more.summary) | per, counts=dict(more.counts) | size.counts)
+
+
+def _text_size(candidate: ModelFolder | None, rows: Sequence[Row], panel: Panel) -> TextSize | None:
+    """Counted with the candidate's tokenizer where its files are here and it is the panel's."""
+    if candidate is None or tokenizer_of(candidate) != panel.tokenizer_sha256:
+        return None
+    return text_size(rows, load_tokenizer(candidate.folder))
 
 
 def panel_identity(panel: Panel) -> PanelIdentity:

@@ -104,6 +104,18 @@ def headline(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> list[Lin
         Line(name="ppl_token of the teacher", value=number(s["ppl_token_teacher"], 5)),
         Line(name="ppl_token of the candidate", value=number(s["ppl_token_candidate"], 5)),
         _ratio("ppl_token candidate / teacher", delta),
+        *_text_lines(m),
+    ]
+
+
+def _text_lines(m: Measurement) -> list[Line]:
+    """What holds for any tokenizer on this text, where its size is known."""
+    named = (("bits_per_byte", "bits per byte"), ("ppl_word", "ppl_word"))
+    return [
+        Line(name=f"{text} of the {side}", value=number(m.summary[f"{name}_{side}"], 5))
+        for name, text in named
+        for side in ("teacher", "candidate")
+        if f"{name}_{side}" in m.summary
     ]
 
 

@@ -17,10 +17,11 @@ from harness.registration import Registration
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text, started
 from harness.report.tables import load_positions
-from harness.result import Additions, intervals
+from harness.result import Additions, intervals, text_additions
 from harness.served.score import EXTRA_DTYPES
 from harness.served.summary import additions
 from harness.stats import Totals, mean_kl_interval, t_interval
+from harness.text_size import BYTES, WORDS, TextSize
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
 from harness.verify.outcome import NOT_HERE, Finding, Outcome
 
@@ -45,6 +46,8 @@ def verify_run(folder: Path, *, panel: Path | None = None) -> Outcome:
         _verify_numbers(outcome, measurement, frame)
         _verify_report(outcome, folder, measurement, frame)
     _verify_panel(outcome, measurement, frame, panel)
+    if _text_size(measurement) is not None:
+        outcome.unchecked.append("bytes and words of the text: counting them again needs the tokenizer")
     outcome.unchecked.append("that the weights give these positions: that needs the weights (measure again)")
     return outcome
 
@@ -97,6 +100,7 @@ def _verify_numbers(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> No
     row_N = frame["row"].to_numpy()
     panel = _panel_of(m)
     more = additions(frame, panel) if set(EXTRA_DTYPES) <= set(frame.columns) else Additions()
+    more = text_additions(scores, _text_size(m), more)
     again = summary.summarise(scores, row_N, frame["position"].to_numpy()) | dict(more.summary)
     outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again}, again)
     outcome.compare("counts", m.counts, summary.counts(scores) | dict(more.counts))
@@ -106,6 +110,13 @@ def _verify_numbers(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> No
     found = {name: interval.model_dump() for name, interval in given.items()}
     outcome.compare("intervals", {name: interval.model_dump() for name, interval in m.intervals.items()}, found)
     outcome.compare("status", m.status, _status(scores, m))
+
+
+def _text_size(m: Measurement) -> TextSize | None:
+    """As the receipt states it: counting again needs the tokenizer."""
+    if not {BYTES, WORDS} <= set(m.counts):
+        return None
+    return TextSize(bytes=m.counts[BYTES], words=m.counts[WORDS])
 
 
 def _status(scores: Scores, m: Measurement) -> str:

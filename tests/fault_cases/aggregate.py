@@ -21,6 +21,7 @@ from harness.report import tables
 from harness.report.run_report import report_text, slope_sentence
 from harness.report.tables import load_positions
 from harness.score_row import score_row
+from harness.text_size import TextSize, per_text
 from harness.types import Logits, RowOutputs
 from tests.compare.fake_arms import World
 from tests.fault_cases import made
@@ -47,7 +48,10 @@ def last_window(folder: Path) -> None:
 
 
 def perplexity_units(folder: Path) -> None:
-    """10 nats over 5 tokens: ppl_token = e^2; a perplexity without its unit has no place in a receipt."""
+    """10 nats over 5 tokens, 4 words, 20 bytes: e^2, e^2.5, 0.7213 bits; a perplexity without a unit is refused."""
+    per = per_text(np.full(5, 2.0), np.full(5, 2.0), TextSize(bytes=20, words=4))
+    assert per["ppl_word_candidate"] == pytest.approx(np.exp(2.5), rel=1e-12)
+    assert per["bits_per_byte_candidate"] == pytest.approx(0.7213, abs=5e-5)
     q = made.logits(*[(np.exp(-2), 1 - np.exp(-2))] * 6)
     found = made.receipt(folder, [made.row([1, 0, 0, 0, 0, 0])], [q.flip(1)], [q])
     assert found.positions == 5 and found.summary["nll_candidate"] * 5 == pytest.approx(10, rel=1e-6)

@@ -44,7 +44,7 @@ compare: .venv/.ready
 	@$(BIN)/fidelity compare $(A) $(B)
 
 tasks: .venv/.ready
-	@$(BIN)/fidelity tasks $(CANDIDATE) --suite $(SUITE) $(if $(DATA),--data $(DATA))
+	@$(BIN)/fidelity tasks $(CANDIDATE) --suite $(SUITE) $(if $(DATA),--data $(DATA)) $(if $(URL),--base-url $(URL))
 
 card: .venv/.ready
 	@$(BIN)/fidelity card $(RUNS) -o $(DIR)

@@ -70,6 +70,7 @@ def position_trend(folder: Path) -> None:
     position = np.tile(np.arange(length), rows)
     noise = np.random.default_rng(0).exponential(1, rows * length)
     frame = pd.DataFrame({"row": np.repeat(np.arange(rows), length), "position": position, "agree": True})
+    frame["top1_candidate"] = 0
     units = frame["row"].to_numpy()
     for kl, rising in ((noise * (0.01 + 0.001 * position), True), (0.1 * noise, False)):
         some = frame.assign(kl=kl)

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
+import psutil
 import torch
 
 from harness.engines.gguf_files import gguf_dtype
@@ -90,6 +91,7 @@ class LlamaCppEngine:
                 f"{located.name} has {columns} tokens, the teacher {vocab_size}",
                 "they are not of one model family; convert the GGUF from this teacher",
             )
+        _require_memory(row_tokens, columns)
         self.identity = EngineIdentity(
             engine="llamacpp",
             version=f"llama-cpp-python {package.__version__}",
@@ -206,6 +208,17 @@ def _open(package: Any, located: ModelFolder, **arguments: Any) -> Any:
             f"llama.cpp of llama-cpp-python {package.__version__} does not open {located.name}: {first}",
             "fetch the file again; if it is whole, update llama-cpp-python",
         ) from error
+
+
+def _require_memory(row_tokens: int, columns: int) -> None:
+    """Refuse before the first row what would be killed in it: one row's logits, three times over."""
+    needed, free = row_tokens * columns * 4 * 3, int(psutil.virtual_memory().available)
+    if needed > free:
+        raise EngineError(
+            f"the logits of a row of {row_tokens} tokens take {needed / 2**30:.1f} GiB with {columns} columns, "
+            f"{free / 2**30:.1f} GiB of memory are free",
+            "free memory, or choose a panel with shorter rows",
+        )
 
 
 def _gpu_layers(package: Any, device: str | None) -> int:

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -122,6 +124,11 @@ def test_what_is_refused(gguf: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> 
     foreign = Row(index=4, ids_T=np.array([1, 259], dtype=np.int32), document="d", domain="d", sha256="")
     with pytest.raises(EngineError, match=r"rows \[4\] hold ids outside the 259 tokens"):
         list(engine.run([foreign]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 * 259 * 4 * 3 - 1))
+        with pytest.raises(EngineError, match="row of 30 tokens take 0.0 GiB with 259 columns"):
+            opened(gguf, row_tokens=30)
 
     def fails(self: Any, tokens: list[int]) -> None:
         raise RuntimeError("llama_decode returned -3")

@@ -1,4 +1,4 @@
-"""What this machine can do, measured in the same run: reading memory, and multiplying matrices with each BLAS."""
+"""What this machine can do, measured in the same run: reading memory, arithmetic, and the products of each BLAS."""
 
 from __future__ import annotations
 
@@ -23,6 +23,27 @@ def read_probe(teacher: np.ndarray, candidate: np.ndarray) -> Work:
 
     def work() -> float:
         return sum(_read(first, second) for first, second in zip(teacher, candidate, strict=True))
+
+    return work
+
+
+@njit(fastmath=True, cache=True, nogil=True)
+def _arithmetic(values: np.ndarray, times: int) -> None:
+    """A polynomial of degree 8 of numbers that stay in the first-level cache, again and again."""
+    for _ in range(times):
+        for i in range(len(values)):
+            x = values[i]
+            y = x * np.float32(0.01) + np.float32(0.02)
+            for _step in range(7):
+                y = y * x + np.float32(0.03)
+            values[i] = y
+
+
+def arithmetic_probe(times: int) -> Work:
+    """Fused multiply-adds on 16 KB of the caller's own: what a thread can compute when memory does not hold it up."""
+
+    def work() -> None:
+        _arithmetic(np.full(4096, 0.5, np.float32), times)
 
     return work
 

@@ -42,10 +42,10 @@ def wall_seconds(work: Work) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(
+def in_turns(
     works: Mapping[str, Work], rounds: int, *, clock: Callable[[Work], float] = cpu_seconds, warm: bool = True
-) -> dict[str, float]:
-    """Median seconds of each work, run in turns (A B C A B C ...): a slow spell of the machine hits all of them."""
+) -> dict[str, list[float]]:
+    """Seconds of each work in each round, run in turns (A B C A B C ...): a slow spell hits neighbours alike."""
     if warm:
         for work in works.values():
             work()
@@ -53,6 +53,14 @@ def interleaved(
     for _ in range(rounds):
         for name, work in works.items():
             seconds[name].append(clock(work))
+    return seconds
+
+
+def interleaved(
+    works: Mapping[str, Work], rounds: int, *, clock: Callable[[Work], float] = cpu_seconds, warm: bool = True
+) -> dict[str, float]:
+    """Median seconds of each work, run in turns."""
+    seconds = in_turns(works, rounds, clock=clock, warm=warm)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

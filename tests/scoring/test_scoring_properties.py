@@ -45,8 +45,8 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
 def assert_scores(found: Scores, wanted: Scores, *, kl_rel: float = 5e-6) -> None:
     """Divergences to 5e-6 of themselves, sums to 2e-6, choices and counts exactly.
 
-    An entropy is a difference of two numbers as large as the distance of the shift from the side's own maximum, up to 30
-    nats where the sides are far apart: it keeps 1e-5 nats.
+    An entropy is a difference of two numbers as large as the distance of the shift from the side's own maximum, up to
+    30 nats where the sides are far apart: it keeps 1e-5 nats.
     """
     np.testing.assert_allclose(found.kl, wanted.kl, rtol=kl_rel, atol=2e-15)
     np.testing.assert_allclose(found.kl_reverse, wanted.kl_reverse, rtol=2 * kl_rel, atol=2e-15)

@@ -18,6 +18,7 @@ from harness.receipt import Measurement, load_measurement, save_measurement
 from harness.report.estimators import columns_of, load_runs, reference, table
 from harness.report.estimators_k import k_table, points_of
 from harness.report.estimators_write import PICTURE, estimators, write
+from harness.report.html_run import run_page
 from harness.report.run_report import write_report
 from harness.report.terminal import measurement_table
 from harness.result import Additions
@@ -365,3 +366,19 @@ def test_an_unknown_choice_is_left_out_of_a_paired_agreement(runs: dict[str, Pat
     columns["top1_candidate"] = np.where(np.arange(len(columns["kl"])) < 5, -1, columns["top1_candidate"])
     values = BY_NAME["top1_agreement"].values(columns)
     assert np.isnan(values[:5]).all() and np.isfinite(values[5:]).all()
+
+
+def test_the_html_report_of_a_bound(runs: dict[str, Path]) -> None:
+    page = run_page(runs["drawn"])
+    named = {one.title: one.rows for one in page.tables}
+    assert any(row[0] == "KL estimate, mean" for row in named["What the lower bound rests on"])
+    cells = [text for shown in page.worst for _, text in shown.figures]
+    assert "n/a" in cells and not any("NaN" in text for text in cells)
+
+
+def test_the_card_of_a_bound(runs: dict[str, Path], tmp_path: Path) -> None:
+    """A card of a served lower bound says so wherever its KL stands, and prints nothing that was not measured."""
+    done = CliRunner().invoke(app, ["card", str(runs["drawn"]), "-o", str(tmp_path), "--no-pictures"])
+    assert done.exit_code == 0, done.output
+    card = (tmp_path / "README.md").read_text()
+    assert "lower bound" in card and "NaN" not in card and "nan" not in card.split("## ")[1]

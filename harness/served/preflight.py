@@ -110,7 +110,7 @@ def examine(
     """`check_served` check by check, going on after a refusal as far as the server answers at all."""
     told, probe = engine.capabilities, Probe(engine, rows, k, vocab_size)
     before = load() if load else None
-    yield from _each(_about_server(engine, rows, k, vocab_size))
+    yield from _each(_about_server(engine, rows, k, vocab_size or tokenizer_size))
     gate = list(_until_refused(_about_shape(probe, k, vocab_size)))
     yield from gate
     if gate[-1].refusal:

@@ -57,7 +57,7 @@ def _sealed(panel: Path, why: str) -> ProbeRows:
     if not (panel / "panel.toml").is_file():
         raise UsageError(f"{panel} is no panel", "name a panel's folder with --panel")
     sealed, (_, lock) = ensure_built(panel), find_seal(panel)
-    source = f"rows of {sealed.name} for the tokenizer {lock.tokenizer.name}, {why}"
+    source = f"those of {sealed.name} for the tokenizer {lock.tokenizer.name}, {why}"
     return ProbeRows(rows=list(sealed.rows), source=source, tokenizer_size=lock.tokenizer.vocabulary)
 
 

@@ -50,11 +50,16 @@ def option(software: str, what: str) -> str:
     return known[what] if known else " / ".join(dict.fromkeys(options[what] for options in OPTIONS.values()))
 
 
+def _untold(software: str) -> str:
+    """That a server does not tell something, and what makes it tell."""
+    return "the server does not tell" + (" (VLLM_SERVER_DEV_MODE=1 makes it)" if software.lower() == "vllm" else "")
+
+
 def check_cap(told: Capabilities, k: int) -> Check:
     """As many tokens a position as asked for: never a quiet fall back to the server's cap (FAULTS A 17)."""
     cap, name = told.max_logprobs, "k within the server's cap"
     if cap is None:
-        return Check(name=name, passed=True, figure=f"{k} of {UNPROVEN}", note="the server does not tell its cap")
+        return Check(name=name, passed=True, figure=f"{k} of {UNPROVEN}", note=_untold(told.software))
     if cap != -1 and k > cap:
         raise EngineError(
             f"k = {k} is more than the server's cap of {cap} log-probabilities",
@@ -83,7 +88,7 @@ def check_speculative(identity: EngineIdentity, software: str) -> Check:
     """Speculative decoding has reported the draft's numbers, and zeros (FAULTS A 35)."""
     setting, name = identity.settings.get("speculative", UNKNOWN), "speculative decoding is off"
     if setting == UNKNOWN:
-        return Check(name=name, passed=True, figure=UNPROVEN, note="the server does not tell; its NLL is checked below")
+        return Check(name=name, passed=True, figure=UNPROVEN, note=f"{_untold(software)}; its NLL is checked")
     if setting not in (None, False, "", "none", "None"):
         raise EngineError(
             f"the server decodes speculatively ({setting})", f"start it {option(software, 'speculative')}"
@@ -108,7 +113,8 @@ def check_cached(answers: Iterable[ServedRow], software: str) -> Check:
             )
         told += answer.cached_tokens is not None
     if told < len(rows):
-        note = f"the server does not tell; start it with {option(software, 'cache')}"
+        tells = " and --enable-prompt-tokens-details" if software.lower() == "vllm" else ""
+        note = f"the server does not tell; start it with {option(software, 'cache')}{tells}"
         return Check(name=name, passed=True, figure=f"{UNPROVEN} in {len(rows) - told} of {len(rows)} rows", note=note)
     return Check(name=name, passed=True, figure=f"0 in {len(rows)} rows")
 

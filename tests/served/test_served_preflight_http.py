@@ -280,5 +280,5 @@ def test_doctor_says_whose_rows_it_sends_where_the_server_makes_no_tokens(model,
         wrong = doctor("--engine", url, "--panel", "nowhere")
         other = doctor("--engine", url, "--kind", "llamacpp")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["rows"].startswith("rows of tiny for the tokenizer ")
+    assert json.loads(result.stdout)["rows"].startswith("those of tiny for the tokenizer ")
     assert "nowhere is no panel" in str(wrong.exception) and "only vllm and sglang" in str(other.exception)

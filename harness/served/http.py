@@ -1,8 +1,8 @@
 """Questions to a server, several in flight, answers in the order asked: retries, timeouts, bounded look-ahead.
 
 The event loop runs in the caller's thread while the caller waits for the next answer. An answer is read in a second
-thread after its place at the server has been given on, so the server works on one question while the last answer is
-parsed, and at most ``concurrency + 1`` answers are in memory.
+thread once its place at the server has gone to the next question and that has left; so the server works on one question
+while the last answer is parsed, and at most ``concurrency + 1`` answers are in memory.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class _Asking:
     def __init__(self, base: str, concurrency: int, patience: Patience) -> None:
         self.patience = patience
         self.places = asyncio.Semaphore(concurrency)
+        self.leaving: set[asyncio.Event] = set()
         self.client = httpx.AsyncClient(
             base_url=base,
             headers={**headers(), "Content-Type": "application/json"},
@@ -111,8 +112,14 @@ class _Asking:
     async def read_one(self, number: int, question: Question, read: Callable[[int, Answer], Read]) -> Read:
         async with self.places:
             answer = await self.answer(question)
-        # The place is free: the next question is on its way while this answer is parsed.
+        await self._next_has_left()
         return await asyncio.to_thread(read, number, answer)
+
+    async def _next_has_left(self) -> None:
+        """Wait until the question that takes the free place is sent: parsing would keep it from leaving for long."""
+        await asyncio.sleep(0)
+        for left in list(self.leaving):
+            await left.wait()
 
     async def answer(self, question: Question, *, any_status: bool = False) -> Answer:
         """Ask until there is an answer, or patience ends."""
@@ -122,7 +129,7 @@ class _Asking:
                 await asyncio.sleep(self.patience.wait * 2 ** (attempt - 1))
             start = time.perf_counter()
             try:
-                response = await self.client.post(question.path, content=question.body)
+                response = await self._post(question)
             except httpx.RequestError as error:
                 said = type(error).__name__
                 continue
@@ -134,6 +141,20 @@ class _Asking:
             "see the server's log (out of memory: a smaller --k, or --max-num-batched-tokens 2048) and start it again; "
             "run the same command again: it goes on from there",
         )
+
+    async def _post(self, question: Question) -> httpx.Response:
+        left = asyncio.Event()
+
+        async def trace(event: str, _: object) -> None:
+            if event.endswith("send_request_body.complete"):
+                left.set()
+
+        self.leaving.add(left)
+        try:
+            return await self.client.post(question.path, content=question.body, extensions={"trace": trace})
+        finally:
+            left.set()
+            self.leaving.discard(left)
 
     async def close(self, tasks: Iterable[asyncio.Task[Read]]) -> None:
         """Give up what is still under way."""

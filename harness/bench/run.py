@@ -21,6 +21,7 @@ from harness.bench import (
     streaming_speed,
     tasks,
     through_head,
+    wire,
 )
 from harness.bench.figure import Figure, Section
 from harness.environment import environment
@@ -44,6 +45,7 @@ class Sizes:
     streaming: tuple[int, int, int, int]
     resamples: tuple[int, int, int]
     tasks: tuple[int, int, int, int, int, int]
+    wire: tuple[int, tuple[int, ...], int, tuple[float, ...]]
     rounds: int
 
 
@@ -58,6 +60,7 @@ FULL = Sizes(
     streaming=(512, 12, 8, 256),
     resamples=(512, 10_000, 40),
     tasks=(8192, 256, 6, 8, 160, 3),
+    wire=(2048, (20, 256), 1000, (1.0, 4.0)),
     rounds=5,
 )
 TINY = Sizes(
@@ -71,6 +74,7 @@ TINY = Sizes(
     streaming=(64, 2, 2, 16),
     resamples=(16, 200, 4),
     tasks=(64, 64, 1, 2, 16, 1),
+    wire=(16, (2, 4), 3, (0.01, 0.01)),
     rounds=1,
 )
 
@@ -131,6 +135,11 @@ def cases(sizes: Sizes, folder: Path) -> list[Case]:
             section="tasks",
             title="answers to {3} questions of about {4} tokens, one thread".format(*sizes.tasks),
             work=partial(tasks.run, *sizes.tasks),
+        ),
+        Case(
+            section="wire",
+            title=f"served answers, rows of {sizes.wire[0]:,} tokens, one thread",
+            work=partial(wire.run, folder, *sizes.wire, min(sizes.rounds, 3)),
         ),
     ]
 

@@ -29,7 +29,7 @@ def test_every_section_runs_and_its_json_holds(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "bench.json").read_text())
     assert told["format"] == "exl3-fidelity/bench/1" and told["size"] == "tiny"
     names = [section["name"] for section in told["sections"]]
-    assert names == [section.name for section in done] and len(names) == 9
+    assert names == [section.name for section in done] and len(names) == 10
     for section in told["sections"]:
         assert section["figures"], section["name"]
         for figure in section["figures"]:

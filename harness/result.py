@@ -86,7 +86,7 @@ def build_measurement(
         positions=len(scores),
         panel=panel_identity(panel),
         teacher=_side(capture.identity, capture_sha256=capture_digest(capture.manifest.key, entries)),
-        candidate=_side(identity, **({} if role == "anchor" or candidate is None else _census(candidate))),
+        candidate=_side(identity, **({} if role == "anchor" or candidate is None else census_of(candidate))),
         scoring=dict(scoring),
         summary=summary.summarise(scores, row_N, table["position"].to_numpy())
         | _finite_only(scores, counts)
@@ -191,7 +191,8 @@ def _side(identity: EngineIdentity, **extra: object) -> SideIdentity:
     return SideIdentity.model_validate(asdict(identity) | {"settings": dict(identity.settings)} | extra)
 
 
-def _census(candidate: ModelFolder) -> dict[str, object]:
+def census_of(candidate: ModelFolder) -> dict[str, object]:
+    """Bytes of a model's files and, where its tensors can be counted, bits per weight: as in a receipt."""
     if candidate.folder.is_file():
         from harness.engines.gguf_files import gguf_parts
 

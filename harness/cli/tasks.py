@@ -25,6 +25,9 @@ def tasks(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the candidate on the Hub.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: under reports/.")] = None,
+    engine: Annotated[
+        str, typer.Option(help="What runs the model here: reference, exllamav3, llamacpp (GGUF) or vllm-local.")
+    ] = "reference",
     base_url: Annotated[str | None, typer.Option(help="Ask a server (vLLM, SGLang): http://host:port/v1.")] = None,
     served_model: Annotated[
         str | None, typer.Option(help="The server's name for the model, where it has several.")
@@ -61,6 +64,7 @@ def tasks(
             device=device,
             packed=packed,
             memory_budget=memory_budget,
+            engine=engine,  # type: ignore[arg-type]
             base_url=base_url,
             served_model=served_model,
             num_concurrent=num_concurrent,

@@ -5,59 +5,27 @@ A run killed anywhere goes on at the first missing answer; a server that dies le
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.digest import file_digest, json_digest
-from harness.engines.hf import ComputeDType, quiet_transformers
-from harness.engines.models import ModelFolder, locate
-from harness.engines.open import NO_TOKENIZER, digests_of, memory_budget_of, open_engine, tokenizer_of
-from harness.environment import environment, source_digest
-from harness.errors import EngineError, IncomparableError, Refused
-from harness.receipt import Check, SideIdentity
+from harness.engines.hf import quiet_transformers
+from harness.errors import IncomparableError, Refused
 from harness.store import folder_lock, write_json
 from harness.tasks.answers import Answers
 from harness.tasks.loading import Source, find_sources, load_definitions, load_tasks, load_what_is_there
 from harness.tasks.outcome import Circumstances, build_receipt, versions
 from harness.tasks.receipt import FILE, ITEMS, Missing, TaskReceipt, load_receipt
+from harness.tasks.subject import Request, Subject, find_subject, model_key, open_subject
 from harness.tasks.suite import Suite, SuiteLock, find_suite, load_lock, load_suite, save_lock
-from harness.teacher import MODELS, read_spec
-
-if TYPE_CHECKING:
-    from harness.served.address import Server
-    from harness.tasks.asking import AskingLM
 
 REPORTS = Path("reports")
-UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to ask whom. ``candidate`` as in `harness.engines.models.locate`, or a teacher's TOML file.
-
-    ``base_url`` asks a server instead; the candidate then gives tokenizer and identity.
-    """
-
-    candidate: str
-    suite: str = "quick"
-    revision: str | None = None
-    data: Path | None = None
-    limit: int | None = None
-    out: Path | None = None
-    compute: ComputeDType = "auto"
-    device: str | None = None
-    packed: bool = False
-    memory_budget: str | None = None
-    base_url: str | None = None
-    served_model: str | None = None
-    num_concurrent: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +35,6 @@ class Result:
     reused: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The model that is asked, before it is loaded."""
-
-    located: ModelFolder
-    weights_sha256: str
-    tokenizer_sha256: str
-    server: Server | None
-
-
 def run_suite(request: Request) -> Result:
     """Run a suite, or give back the finished run of exactly this question."""
     path = find_suite(request.suite)
@@ -84,7 +42,7 @@ def run_suite(request: Request) -> Result:
     lock = load_lock(path, suite)
     sources, missing = find_sources(suite, request.data)
     subject = find_subject(request)
-    answers_key = json_digest(_model_key(request, subject))
+    answers_key = json_digest(model_key(request, subject))
     key = json_digest({"answers": answers_key} | _question_key(request, suite, sources, missing))
     part = f"-limit{request.limit}" if request.limit else ""
     folder = request.out or REPORTS / f"{subject.located.name}--tasks-{suite.name}--{key[:8]}{part}"
@@ -112,52 +70,6 @@ def seal(name: str, data: Path | None) -> tuple[Path, SuiteLock]:
     return save_lock(path, lock), lock
 
 
-def find_subject(request: Request) -> Subject:
-    """Locate the model's files, digest them, and find the server where one is asked.
-
-    Raises:
-        EngineError: it has no tokenizer.
-    """
-    from harness.served.address import find_server
-
-    # The server first: a wrong address should not wait for gigabytes to be digested.
-    server = find_server(request.base_url, request.served_model) if request.base_url else None
-    located = _locate(request)
-    if tokenizer_of(located) == NO_TOKENIZER:
-        raise EngineError(f"{located.name} has no tokenizer", "tasks are text: put tokenizer.json into its folder")
-    if server is not None and not any(located.folder.glob("*.safetensors")):
-        weights, tokenizer = UNKNOWN, tokenizer_of(located)
-    else:
-        weights, tokenizer = digests_of(located)
-    return Subject(located=located, weights_sha256=weights, tokenizer_sha256=tokenizer, server=server)
-
-
-def _locate(request: Request) -> ModelFolder:
-    if request.candidate.endswith(".toml"):
-        spec = read_spec(Path(request.candidate).expanduser())
-        return locate(spec.model, spec.revision, cache=MODELS, weights_dtype=spec.weights_dtype)
-    return locate(request.candidate, request.revision, cache=MODELS)
-
-
-def _model_key(request: Request, subject: Subject) -> dict[str, Any]:
-    """All that an answer depends on besides its prompt (FAULTS A 51): A's answers can never be B's."""
-    from harness.tasks.served import public_name
-
-    server = subject.server
-    return {
-        "weights": subject.weights_sha256,
-        "tokenizer": subject.tokenizer_sha256,
-        "compute": request.compute,
-        "packed": request.packed,
-        "streamed": request.memory_budget is not None,
-        "device": request.device,
-        "server": server and [public_name(server), server.software, server.version],
-        "address": server.root if server and subject.weights_sha256 == UNKNOWN else None,
-        "source": [source_digest(), _own_source()],
-        "environment": environment() | versions(),
-    }
-
-
 def _question_key(
     request: Request, suite: Suite, sources: dict[str, Source], missing: Sequence[Missing]
 ) -> dict[str, Any]:
@@ -167,12 +79,6 @@ def _question_key(
         "data": {name: [source.kind, source.sha256] for name, source in sources.items()},
         "missing": [entry.task for entry in missing],
     }
-
-
-def _own_source() -> str:
-    """Digest of this package's own files."""
-    folder = Path(__file__).parent
-    return json_digest({file.name: file_digest(file) for file in sorted(folder.glob("*.py"))})
 
 
 def _finished(folder: Path, key: str) -> TaskReceipt | None:
@@ -211,7 +117,7 @@ def _run(
         loaded = load_tasks(suite, sources, missing, place)
         answers = Answers(folder, answers_key)
         already = len(answers)
-        lm, identity, checks = _open(request, subject, answers)
+        lm, identity, checks = open_subject(request, subject, answers)
         samples, metrics, sealed = evaluate_suite(lm, suite, loaded, lock, limit=request.limit)
         circumstances = Circumstances(
             key=key, suite=suite, loaded=loaded, identity=identity, checks=checks, sealed=sealed, limit=request.limit
@@ -220,80 +126,6 @@ def _run(
     answers.discard()
     _write_run(folder, started, receipt, already)
     return receipt
-
-
-def _open(request: Request, subject: Subject, answers: Answers) -> tuple[AskingLM, SideIdentity, list[Check]]:
-    """The model as lm-eval sees it, who it is, and the list that its preflight writes to."""
-    from transformers import AutoTokenizer
-
-    from harness.tasks.asking import AskingLM
-    from harness.tasks.reference_lm import ReferenceLM
-
-    tokenizer = AutoTokenizer.from_pretrained(subject.located.folder)
-    if subject.server is not None:
-        return _open_served(request, subject, subject.server, tokenizer, answers)
-    engine = open_engine(
-        subject.located,
-        compute=request.compute,
-        device=request.device,
-        packed=request.packed,
-        memory_budget=memory_budget_of(request.memory_budget),
-        weights_sha256=subject.weights_sha256,
-        tokenizer_sha256=subject.tokenizer_sha256,
-    )
-    inner = ReferenceLM(engine, tokenizer)
-    lm = AskingLM(inner, answers, limit=context_of(subject.located.folder))
-    settings = dict(engine.identity.settings) | {"kv_cache": "within a question" if inner.shares_cache else False}
-    identity = SideIdentity.model_validate(asdict(engine.identity) | {"settings": settings} | _census(subject.located))
-    return lm, identity, []
-
-
-def context_of(folder: Path) -> int | None:
-    """The longest context that config.json allows; None where it says nothing."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for block in (config.get("text_config", {}), config):
-        if block.get("max_position_embeddings"):
-            return int(block["max_position_embeddings"])
-    return None
-
-
-def _open_served(
-    request: Request, subject: Subject, server: Server, tokenizer: Any, answers: Answers
-) -> tuple[AskingLM, SideIdentity, list[Check]]:
-    from harness.tasks.asking import AskingLM
-    from harness.tasks.served import ServedPreflight, adds_special_tokens, failures, open_served, public_name
-
-    inner = open_served(server, str(subject.located.folder), tokenizer, num_concurrent=request.num_concurrent)
-    preflight = ServedPreflight(server, inner, tokenizer)
-    # The API makes one token after every prompt.
-    lm = AskingLM(inner, answers, limit=server.context, extra=1, preflights=[preflight], failures=failures())
-    identity = SideIdentity(
-        engine=server.software,
-        version=server.version,
-        model=subject.located.name,
-        revision=subject.located.revision,
-        weights_sha256=subject.weights_sha256,
-        head_sha256=UNKNOWN,
-        tokenizer_sha256=subject.tokenizer_sha256,
-        weights_dtype=UNKNOWN,
-        compute_dtype=UNKNOWN,
-        lane="served",
-        device=UNKNOWN,
-        settings={
-            "served_as": public_name(server),
-            "context": server.context,
-            "special_tokens": adds_special_tokens(tokenizer),
-            "num_concurrent": request.num_concurrent,
-        },
-    )
-    return lm, identity, preflight.checks
-
-
-def _census(located: ModelFolder) -> dict[str, object]:
-    from harness.exl3.census import sizes
-
-    found = sizes(located.folder)
-    return {"bytes": found.bytes, "bits_per_weight": found.bits_per_weight}
 
 
 def _write_run(folder: Path, started: float, receipt: TaskReceipt, already: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from harness.engines.models import ModelFolder
+from harness.tasks.run import Request
 from harness.tasks.wheel import development_questions
 
 #: In every question and choice that is made here, and nowhere else.
@@ -74,6 +76,18 @@ def write_suite(folder: Path, text: str = SUITE) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "small.toml").write_text(text)
     return folder / "small.toml"
+
+
+def small(tmp_path: Path, model: ModelFolder, **change: Any) -> Request:
+    """A run of twelve GPQA questions."""
+    data = tmp_path / "data"
+    if not data.is_dir():
+        write_gpqa(data)
+    suite = tmp_path / "suite" / "small.toml"
+    if not suite.is_file():
+        write_suite(suite.parent)
+    known = {"candidate": str(model.folder), "suite": str(suite), "data": data, "out": tmp_path / "run"}
+    return Request(**(known | change))
 
 
 def files_with(mark: str, places: Iterable[Path]) -> list[str]:

@@ -17,26 +17,14 @@ from harness.tasks.answers import Answers
 from harness.tasks.items import read_items
 from harness.tasks.loading import config_digest, find_sources, load_tasks
 from harness.tasks.receipt import selection
-from harness.tasks.run import Request, run_suite, seal
+from harness.tasks.run import run_suite, seal
 from harness.tasks.suite import load_suite
 from harness.tasks.wheel import development_questions
 from tests.tasks.conftest import save_tiny
-from tests.tasks.made_data import MARK, SUITE, files_with, gpqa_row, write_gpqa, write_mmlu, write_suite
+from tests.tasks.made_data import MARK, SUITE, files_with, gpqa_row, small, write_gpqa, write_mmlu, write_suite
 
 GPQA = "gpqa_diamond_zeroshot"
 SHIPPED = Path(__file__).parents[2] / "panels" / "suites"
-
-
-def small(tmp_path: Path, model: ModelFolder, **change: Any) -> Request:
-    """A run of twelve GPQA questions."""
-    data = tmp_path / "data"
-    if not data.is_dir():
-        write_gpqa(data)
-    suite = tmp_path / "suite" / "small.toml"
-    if not suite.is_file():
-        write_suite(suite.parent)
-    known = {"candidate": str(model.folder), "suite": str(suite), "data": data, "out": tmp_path / "run"}
-    return Request(**(known | change))
 
 
 def test_nothing_at_all_is_one_line(tiny: ModelFolder, tmp_path: Path) -> None:

@@ -1,32 +1,24 @@
 """The checks before a served candidate is scored: a few requests, each check one line with its figure or a refusal.
 
-Nothing is stored and nothing is scored here. The requests are a probe row, a row with the same beginning, the probe
-again, the probe at another temperature, a whole row, that row without a few tokens, and that row among others.
+Nothing is stored and nothing is scored here; `harness.served.preflight_probe` says what is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
 from harness.errors import EngineError, Refused
-from harness.preflight import part_of, probes_of
 from harness.receipt import Check
 from harness.served import preflight_answer as answers
 from harness.served import preflight_pairs as pairs
 from harness.served import preflight_server as server
-from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedEngine, ServedRow
+from harness.served.preflight_probe import DROPPED, KEPT, WARM, Probe
+from harness.served.seam import UNKNOWN, Capabilities, ServedEngine, ServedRow
 from harness.types import Row
-
-#: Fewer tokens say nothing about positions.
-LEAST = 8
-#: A temperature far from 1: log-probabilities that follow it halve.
-WARM = 2.0
-#: Tokens left out of the moved row, after the ones that stay: a token that begins every text must stay.
-KEPT, DROPPED = 4, 7
 
 #: Requests of others at work on a server, when none of ours are; None where it does not tell.
 Load = Callable[[], int | None]
@@ -86,15 +78,8 @@ def check_row(row: Row, answer: ServedRow, *, k: int, vocab_size: int | None, so
     Raises:
         EngineError, ScoreError: with row, position and repair.
     """
-    _check_numbers(row, answer, k, vocab_size)
+    answers.check_whole(row, answer, k, vocab_size)
     server.check_cached([answer], software)
-
-
-def _check_numbers(row: Row, answer: ServedRow, k: int, vocab_size: int | None) -> None:
-    answers.check_tokens(row, answer)
-    answers.check_counts(row, answer, k, vocab_size)
-    answers.check_numbers(answer)
-    answers.check_vocabulary(row, answer, vocab_size, None)
 
 
 def examine(
@@ -120,72 +105,6 @@ def examine(
     yield _finding("asked ids", lambda: _check_asked(probe, told))
     yield _finding("prefix cache", lambda: server.check_cached(probe.given, told.software))
     yield _finding("load", lambda: server.check_alone(before, load() if load else None))
-
-
-class Probe:
-    """The rows that are sent, and their answers, each asked for once, when first looked at, alone."""
-
-    def __init__(self, engine: ServedEngine, rows: Sequence[Row], k: int, vocab_size: int | None) -> None:
-        self._engine, self._k, self._vocab_size = engine, k, vocab_size
-        self.whole_row = max(rows, key=lambda row: len(row.ids_T))
-        if len(self.whole_row.ids_T) < LEAST:
-            raise EngineError(
-                f"the longest row has {len(self.whole_row.ids_T)} tokens",
-                f"check with a row of at least {LEAST} tokens",
-            )
-        whole_T = self.whole_row.ids_T
-        self.row, self._beside, _ = probes_of(part_of(self.whole_row, whole_T[: len(whole_T) - len(whole_T) // 4]))
-        self.given: list[ServedRow] = []
-
-    @cached_property
-    def first(self) -> ServedRow:
-        return self._ask([self.row], checked=False)[0]
-
-    @cached_property
-    def again(self) -> ServedRow:
-        """The probe after a row that begins like it."""
-        self._ask([self._beside])
-        return self._ask([self.row])[0]
-
-    @cached_property
-    def warm(self) -> ServedRow:
-        return self._ask([self.row], temperature=WARM)[0]
-
-    @cached_property
-    def whole(self) -> ServedRow:
-        return self._ask([self.whole_row])[0]
-
-    @cached_property
-    def moved(self) -> ServedRow:
-        ids_T = self.whole_row.ids_T
-        return self._ask([part_of(self.whole_row, np.concatenate([ids_T[:KEPT], ids_T[KEPT + DROPPED :]]))])[0]
-
-    @cached_property
-    def among(self) -> ServedRow:
-        """The whole row in flight with a shorter one on either side."""
-        ids_T = self.row.ids_T
-        before, after = part_of(self.row, ids_T[: len(ids_T) // 2]), part_of(self.row, ids_T[len(ids_T) // 3 :])
-        return self._ask([before, self.whole_row, after])[1]
-
-    @cached_property
-    def asked(self) -> ServedRow:
-        """The probe with three ids asked at each position: its next token, the token before, the server's best."""
-        ids_T = self.row.ids_T
-        ask_TM = np.stack([ids_T[1:], ids_T[:-1], self.first.ids_TK[:, 0]], axis=1).astype(np.int32)
-        return self._ask([self.row], ask=lambda _: ask_TM)[0]
-
-    def _ask(
-        self, rows: list[Row], temperature: float = 0.0, ask: Ask | None = None, checked: bool = True
-    ) -> list[ServedRow]:
-        """Send rows together; but for the first answer, which is looked at check by check, each must be whole."""
-        got = list(self._engine.run(rows, k=self._k, ask=ask, temperature=temperature))
-        if len(got) != len(rows):
-            raise EngineError(f"{len(rows)} rows were sent, {len(got)} answers came", "see the server's log")
-        self.given += got
-        for row, answer in zip(rows, got, strict=True):
-            if checked:
-                _check_numbers(row, answer, self._k, self._vocab_size)
-        return got
 
 
 def _about_server(engine: ServedEngine, rows: Sequence[Row], k: int, vocab_size: int | None) -> Iterator[_Step]:

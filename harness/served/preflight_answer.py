@@ -29,6 +29,14 @@ CLIP = -100.0
 CORRELATION = 0.5
 
 
+def check_whole(row: Row, answer: ServedRow, k: int, vocab_size: int | None) -> None:
+    """What every answer must pass before its numbers are used: the row's tokens, all counts, numbers, known ids."""
+    check_tokens(row, answer)
+    check_counts(row, answer, k, vocab_size)
+    check_numbers(answer)
+    check_vocabulary(row, answer, vocab_size, None)
+
+
 def check_tokens(row: Row, answer: ServedRow) -> Check:
     """The server ran the panel's token ids (FAULTS A 1, A 2, A 7)."""
     check_ids(row, answer.echoed_ids_T)

@@ -19,7 +19,8 @@ from harness.report.estimators import columns_of, load_runs, reference, table
 from harness.report.estimators_k import k_table, points_of
 from harness.report.estimators_write import PICTURE, estimators, write
 from harness.report.html_run import run_page
-from harness.report.run_report import write_report
+from harness.report.run_report import report_text, write_report
+from harness.report.tables import load_positions
 from harness.report.terminal import measurement_table
 from harness.result import Additions
 from harness.scoring import bounds
@@ -133,6 +134,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def text_of(folder: Path) -> str:
+    """report.md without its pictures."""
+    return report_text(load_measurement(folder), load_positions(folder), [])
+
+
 def rows_of(text_table: object) -> dict[str, tuple[str, ...]]:
     return {row[0]: row[1:] for row in text_table.rows}  # type: ignore[attr-defined]
 
@@ -141,7 +147,7 @@ def rows_of(text_table: object) -> dict[str, tuple[str, ...]]:
 
 
 def test_the_report_of_a_bound_says_what_it_rests_on(runs: dict[str, Path]) -> None:
-    report = write_report(runs["drawn"]).read_text()
+    report = text_of(runs["drawn"])
     s = load_measurement(runs["drawn"]).summary
     assert "KL(teacher‖candidate) mean, nats (lower bound)" in report
     assert f"{100 * s['captured_teacher_mass_mean']:.2f} %" in report
@@ -155,7 +161,7 @@ def test_the_report_of_a_bound_says_what_it_rests_on(runs: dict[str, Path]) -> N
 
 
 def test_the_report_of_a_top_k(runs: dict[str, Path]) -> None:
-    report = write_report(runs["20"]).read_text()
+    report = text_of(runs["20"])
     assert "KL estimate" not in report and "| KL capped, mean |" in report
     assert "how much more is not known" in report
     assert "the server's own top 20 tokens and the row's next token" in report
@@ -164,7 +170,7 @@ def test_the_report_of_a_top_k(runs: dict[str, Path]) -> None:
 def test_a_floor_is_named_with_its_figure(tmp_path: Path) -> None:
     floor = {"run": "floor-run", "kind": "org/teacher against itself", "kl_mean": 0.000123, "top1_agreement": 0.999}
     folder = make_run(tmp_path / "run", k=20, scoring={"floor": floor})
-    report = write_report(folder).read_text()
+    report = text_of(folder)
     assert "Floor of the served lane: 0.000123 nats (org/teacher against itself, run floor-run)." in report
     assert "the floor of this lane was not measured" not in report
 
@@ -181,7 +187,7 @@ def test_the_terminal_shows_masses_and_the_floor(runs: dict[str, Path]) -> None:
 
 def test_a_weights_lane_number_is_never_called_a_bound(runs: dict[str, Path]) -> None:
     """Fault B11: no directional claim about what is not a bound."""
-    report = write_report(runs["exact"]).read_text().lower()
+    report = text_of(runs["exact"]).lower()
     assert "lower bound" not in report and "at least" not in report and "captured" not in report
 
 

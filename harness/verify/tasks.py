@@ -26,10 +26,11 @@ def verify_tasks(folder: Path) -> Outcome:
         outcome.unchecked.append("counts of the tasks: no items were published")
     else:
         outcome.compare("items", receipt.items, items.num_rows)
-    for result in receipt.results:
-        found = _again(receipt, result, items)
-        stated = {name: getattr(result, name) for name in found}
-        outcome.compare(f"results.{result.name}", stated, found)
+    again = {result.name: _again(receipt, result, items) for result in receipt.results}
+    stated = {
+        result.name: {field: getattr(result, field) for field in again[result.name]} for result in receipt.results
+    }
+    outcome.compare("results", stated, again)
     return outcome
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import statistics
 import threading
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 import psutil
 import torch
 from threadpoolctl import threadpool_limits
+
+from harness.memory import give_back
 
 Work = Callable[[], object]
 
@@ -67,7 +68,7 @@ def interleaved(
 def extra_megabytes(work: Work) -> float:
     """Growth of this process's resident memory at its highest while ``work`` runs, sampled each half millisecond."""
     gc.collect()
-    _trim()
+    give_back()
     process = psutil.Process()
     start = peak = process.memory_info().rss
     done = threading.Event()
@@ -87,11 +88,3 @@ def extra_megabytes(work: Work) -> float:
         done.set()
         watcher.join()
     return (peak - start) / 1e6
-
-
-def _trim() -> None:
-    """Give freed memory back to the system where the C library can, so that its reuse is seen as growth."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return

@@ -2,6 +2,7 @@
 
 The captured array is a non-nullable fixed-size binary column: uncompressed, PLAIN, one row group, one page, so its
 bytes lie in the file exactly as in memory. bf16 does not exist in Parquet; bits are stored, the dtype is metadata.
+An array past Parquet's limit of 2 GiB a page is cut into several, and read as a copy.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from harness.errors import CaptureError
 from harness.store import write_table
 
 META_KEY = b"fidelity"
+#: Bytes of one page: its header counts them in a signed 32-bit number.
+PAGE_BYTES = 2**31 - 2**20
 _INT_VIEWS = {torch.bfloat16: "<u2", torch.float16: "<u2", torch.float32: "<u4", torch.int32: "<i4"}
 
 
@@ -51,6 +54,8 @@ def write_row_file(
     note = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     table = pa.Table.from_arrays(data, schema=pa.schema(fields, metadata={META_KEY: note.encode()}))
     largest = max(tensor.nbytes for tensor in arrays.values())
+    # A page ends only after a batch: all rows are one batch and one page, or each batch is a page.
+    batch = len(table) if largest <= PAGE_BYTES else PAGE_BYTES // (largest // len(table))
     write_table(
         target,
         table,
@@ -59,8 +64,8 @@ def write_row_file(
         column_encoding={name: "PLAIN" for name in table.column_names},
         write_statistics=False,
         row_group_size=max(len(table), 1),
-        write_batch_size=max(len(table), 1),
-        data_page_size=largest + 1024,
+        write_batch_size=max(batch, 1),
+        data_page_size=largest + 1024 if batch == len(table) else 1,
     )
 
 

@@ -24,6 +24,8 @@ ComputeDType = Literal["auto", "float32", "bfloat16", "float16"]
 #: Changes a loaded model in place, and returns what its identity shall say of that.
 Alter = Callable[[Any], Mapping[str, str | int | float | bool | None]]
 
+#: Rows of a head that are converted at a time.
+PIECE = 8192
 #: Largest |logit - head(input)| that still counts as "the head is norm -> linear -> soft-cap".
 SEPARABLE_TOLERANCE = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
 
@@ -85,9 +87,17 @@ def load_model(folder: Path, dtype: torch.dtype, device: str, *, packed: bool = 
 
 
 def narrow(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers in bf16 where that loses nothing; so a head's digest does not depend on compute dtype."""
-    short = weight.detach().to(torch.bfloat16)
-    return short if torch.equal(short.to(weight.dtype), weight) else weight.detach()
+    """The same numbers in bf16 where that loses nothing; so a head's digest does not depend on compute dtype.
+
+    A piece at a time: a large head is not held a third time.
+    """
+    short = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    for low in range(0, len(weight), PIECE):
+        piece = weight.detach()[low : low + PIECE]
+        short[low : low + PIECE] = piece
+        if not torch.equal(short[low : low + PIECE].to(piece.dtype), piece):
+            return weight.detach()
+    return short
 
 
 def head_of(model: Any, vocab_size: int | None = None) -> Head:
@@ -111,7 +121,9 @@ def head_of(model: Any, vocab_size: int | None = None) -> Head:
 
 def head_logits(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
     """Float32 logits ``[T, V]`` of a few positions: for checks, not for scoring."""
-    logits = states_TH.float() @ head.weight_VH.float().T
+    states, weight = states_TH.float(), head.weight_VH
+    pieces = [states @ weight[low : low + PIECE].float().T for low in range(0, len(weight), PIECE)]
+    logits = torch.cat(pieces, -1)
     if head.bias_V is not None:
         logits = logits + head.bias_V.float()
     logits = logits * head.scale
@@ -147,25 +159,14 @@ class TransformersEngine:
         self.head_deviation = self._head_deviation(own)
         tolerance = SEPARABLE_TOLERANCE[str(self._dtype).removeprefix("torch.")]
         self._head = own if self.head_deviation <= tolerance else None
-        self.identity = EngineIdentity(
-            engine="exl3" if is_exl3(located.folder) else "transformers",
-            version=_version(),
-            model=located.name,
-            revision=located.revision,
-            weights_sha256=weights_sha256,
-            head_sha256=own.sha256,
-            tokenizer_sha256=tokenizer_sha256,
-            weights_dtype=stored_dtype(located.folder),
-            compute_dtype=str(self._dtype).removeprefix("torch."),
-            lane="weights",
-            device=device_name(self._device),
-            settings={
-                "attention": str(self._model.config._attn_implementation),
-                "batch": 1,
-                "kv_cache": False,
-                "support": own.vocab_size,
-                **altered,
-            },
+        self.identity = identity_of(
+            located,
+            self._model,
+            own,
+            self._dtype,
+            self._device,
+            digests=(weights_sha256, tokenizer_sha256),
+            altered=altered,
         )
 
     @property
@@ -222,6 +223,44 @@ class TransformersEngine:
                 f"{self._located.name} takes {self._limit} tokens; rows {long[:5]} of the panel are longer",
                 "choose a panel with shorter rows: nothing is ever truncated",
             )
+
+
+def identity_of(
+    located: ModelFolder,
+    model: Any,
+    head: Head,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    digests: tuple[str, str],
+    altered: Mapping[str, str | int | float | bool | None] | None = None,
+) -> EngineIdentity:
+    """What a reference engine says of itself, however it holds the model.
+
+    Args:
+        digests: of the weights and of the tokenizer.
+        altered: what a change to the loaded model adds to the settings.
+    """
+    return EngineIdentity(
+        engine="exl3" if is_exl3(located.folder) else "transformers",
+        version=_version(),
+        model=located.name,
+        revision=located.revision,
+        weights_sha256=digests[0],
+        head_sha256=head.sha256,
+        tokenizer_sha256=digests[1],
+        weights_dtype=stored_dtype(located.folder),
+        compute_dtype=str(dtype).removeprefix("torch."),
+        lane="weights",
+        device=device_name(device),
+        settings={
+            "attention": str(model.config._attn_implementation),
+            "batch": 1,
+            "kv_cache": False,
+            "support": head.vocab_size,
+            **(altered or {}),
+        },
+    )
 
 
 def stored_dtype(folder: Path) -> str:

@@ -13,6 +13,8 @@ from harness.errors import UsageError
 #: Bytes for weights and activations of a run layer by layer; ``auto`` is what one layer needs; None runs it whole.
 MemoryBudget = int | Literal["auto"] | None
 
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[KMGT])(?P<binary>i?))?B?", re.IGNORECASE)
+
 #: What stands in a receipt for a model folder without tokenizer files: ids go in and out, so it can still run.
 NO_TOKENIZER = "absent"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -34,15 +36,21 @@ def tokenizer_of(located: ModelFolder) -> str:
 
 
 def memory_budget_of(text: str | None) -> MemoryBudget:
-    """Read ``auto``, ``4GiB``, ``500MB`` or a number of bytes."""
-    if text is None or text == "auto":
-        return "auto" if text else None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?)?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise UsageError(f"--memory-budget {text} is no size", "write it as 4GiB, 500MB or auto")
-    number, prefix, binary = found.groups()
-    power = " KMGT".index((prefix or " ").upper())
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    """Read ``auto`` or a size: ``4GiB`` and ``512M`` in powers of 1024 and 1000, or a number of bytes.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if text is None:
+        return None
+    if text.strip().lower() == "auto":
+        return "auto"
+    found = _SIZE.fullmatch(text.strip())
+    number = float(found["number"]) if found else 0.0
+    if found is None or not number:
+        raise UsageError(f"--memory-budget {text!r} is not an amount of memory", "write it as 4GiB, 500MB or auto")
+    power = " KMGT".index((found["unit"] or " ").upper())
+    return int(number * (1024 if found["binary"] else 1000) ** power)
 
 
 def open_engine(

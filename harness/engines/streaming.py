@@ -20,22 +20,20 @@ from harness.engines.hf import (
     SEPARABLE_TOLERANCE,
     ComputeDType,
     default_device,
-    device_name,
     dtype_of,
     head_logits,
     head_of,
-    is_exl3,
+    identity_of,
     quiet_transformers,
-    stored_dtype,
 )
-from harness.engines.hf import _version as reference_version
 from harness.engines.models import ModelFolder
 from harness.engines.stream_filling import Filling
 from harness.engines.stream_rows import Gates, HeldRow
 from harness.engines.stream_weights import OnDemand, Unit, Weights, decoder_layers, skeleton
 from harness.errors import EngineError
+from harness.memory import give_back
 from harness.progress import phase
-from harness.types import EngineIdentity, Head, Hidden, Logits, Row, RowOutputs, Want
+from harness.types import Head, Hidden, Logits, Row, RowOutputs, Want
 
 #: Share of one layer and the activations that may be spent on filling the next layer early.
 EARLY = 0.25
@@ -80,24 +78,8 @@ class StreamingEngine:
         own = self._own_head(vocab_size)
         tolerance = SEPARABLE_TOLERANCE[str(self._dtype).removeprefix("torch.")]
         self._head = own if self.head_deviation <= tolerance else None
-        self.identity = EngineIdentity(
-            engine="exl3" if is_exl3(located.folder) else "transformers",
-            version=reference_version(),
-            model=located.name,
-            revision=located.revision,
-            weights_sha256=weights_sha256,
-            head_sha256=own.sha256,
-            tokenizer_sha256=tokenizer_sha256,
-            weights_dtype=stored_dtype(located.folder),
-            compute_dtype=str(self._dtype).removeprefix("torch."),
-            lane="weights",
-            device=device_name(self._device),
-            settings={
-                "attention": str(self._model.config._attn_implementation),
-                "batch": 1,
-                "kv_cache": False,
-                "support": own.vocab_size,
-            },
+        self.identity = identity_of(
+            located, self._model, own, self._dtype, self._device, digests=(weights_sha256, tokenizer_sha256)
         )
 
     @property
@@ -122,6 +104,8 @@ class StreamingEngine:
         try:
             if held:
                 self._to_head(held)
+            if want != "hidden" or self._head is None:
+                self._install(self._head_units)
             for row, waiting in zip(rows, held, strict=True):
                 ran = np.array(row.ids_T, dtype=np.int32)
                 yield RowOutputs(index=row.index, echoed_ids_T=ran, outputs=self._outputs(waiting, want))
@@ -136,7 +120,6 @@ class StreamingEngine:
             if want == "hidden" and self._head is not None:
                 assert waiting.held is not None
                 return Hidden(states_TH=waiting.held[0])
-            self._install(self._head_units)
             with torch.inference_mode():
                 waiting.advance()
             assert waiting.logits is not None
@@ -179,6 +162,7 @@ class StreamingEngine:
             row.advance()
         self.peak_weight_bytes = self._others.bytes
         self._others.forget(embeddings_only=True)
+        give_back()
         return early
 
     def _room(self, weights: int) -> float:
@@ -211,6 +195,7 @@ class StreamingEngine:
         if self._device != "cpu":
             torch.cuda.synchronize()
         self._weights.empty(_names(self._stages[stage]))
+        give_back()
 
     def _install(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -222,23 +207,30 @@ class StreamingEngine:
         What the layers compute does not matter for that, so only the first one is read and its output stands for
         those of the others.
         """
-        self._install(self._head_units)
+        output = self._model.get_output_embeddings()
+        ids = torch.arange(8, device=self._device)[None] % (vocab_size or output.weight.shape[0])
         self._install(self._stages[0])
-        head = head_of(self._model, vocab_size)
-        ids = torch.arange(8, device=self._device)[None] % head.vocab_size
         with _first_layer_only(self._layers), torch.inference_mode():
             row = HeldRow(self._gates, ids)
             while row.stage != self._gates.head_stage:
                 row.advance()
+            self._empty(self._stages[0])
+            self._install(self._head_units)
+            head = head_of(self._model, vocab_size)
             assert row.held is not None
             ours = head_logits(head, row.held[0])
             row.advance()
         assert row.logits is not None
         support = slice(head.vocab_size)
         self.head_deviation = float((row.logits.float()[:, support] - ours[:, support]).abs().max())
-        self._weights.empty([*_names(self._head_units), *_names(self._stages[0])])
-        self._others.forget()
+        self._empty(self._head_units)
         return head
+
+    def _empty(self, units: Sequence[Unit]) -> None:
+        """Give up the memory of ``units``, and of the modules outside the layers that are not needed again."""
+        self._weights.empty(_names(units))
+        self._others.forget()
+        give_back()
 
     def _refuse_long_rows(self, rows: Sequence[Row]) -> None:
         long = [row.index for row in rows if self._limit and len(row.ids_T) > self._limit]

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from harness.capture import CaptureWriter, check_lines, load_head, open_capture, save_head, verify_capture
+from harness.capture import CaptureWriter, check_lines, load_head, open_capture, rowfile, save_head, verify_capture
 from harness.capture.heads import head_path
 from harness.capture.rowfile import page_offset, read_array
 from harness.errors import CaptureError, StorageError
@@ -40,6 +40,18 @@ def test_states_come_back_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
         assert got.states_TH.dtype == torch.bfloat16
         assert torch.equal(got.states_TH.view(torch.int16), tiny.states[row.index][:-1].view(torch.int16))
         assert np.array_equal(got.target, row.ids_T[1:])
+
+
+def test_an_array_past_the_limit_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet counts a page's bytes in 32 bits: more than that is cut into pages, and comes back the same."""
+    array, path = torch.randn(50, 37), tmp_path / "row.parquet"
+    for limit, mapped in ((50 * 37 * 4, True), (50 * 37 * 4 - 1, False), (1000, False), (37 * 4, False)):
+        monkeypatch.setattr(rowfile, "PAGE_BYTES", limit)
+        rowfile.write_row_file(path, {"logits": array}, {"nll": np.arange(50.0)}, {"a": 1})
+        with pq.ParquetFile(path) as file:
+            assert (page_offset(path.read_bytes(), file.metadata, 0, array.nbytes) is not None) == mapped
+        got, columns = rowfile.read_row_file(path, {"logits": torch.float32}, ["nll"])
+        assert torch.equal(got["logits"], array) and np.array_equal(columns["nll"], np.arange(50.0))
 
 
 def test_statistics_equal_float64(tiny: Tiny, tmp_path: Path) -> None:

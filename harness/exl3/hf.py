@@ -1,4 +1,4 @@
-"""EXL3 as a quantisation format of transformers: importing `harness.exl3` registers it.
+"""EXL3 as a quantisation format of transformers: importing this module registers it.
 
 ``AutoModelForCausalLM.from_pretrained("an-exl3-folder")`` then works on CPU and GPU. Weights stay packed in the
 modules and are decoded when used; with ``quantization_config=Exl3Config(dequantize=True)`` they are decoded once,

@@ -59,6 +59,7 @@ class Names:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self.model = model
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self.state: dict[str, torch.Tensor] = model.state_dict()
         # Some rules remember what they have seen: work on copies.
         rules = deepcopy(get_model_conversion_mapping(model))
@@ -201,10 +202,7 @@ class Names:
         layers = self.model.config.get_text_config().num_hidden_layers
         prefix = self.model.base_model_prefix
         for path in (found["stack"], f"{prefix}.{found['stack']}", found["stack"].removeprefix(f"{prefix}.")):
-            try:
-                stack = self.model.get_submodule(path)
-            except AttributeError:
-                continue
+            stack = self._modules.get(path)
             if isinstance(stack, nn.ModuleList) and len(stack) == layers:
                 return int(found["index"]) >= layers
         return False

@@ -51,14 +51,6 @@ def spot_of(module: str, layers: int | None) -> Spot:
     return Spot(section=section, layer=layer, kind=kind, leaf=leaf)
 
 
-def skip_rule(tensor: str, layers: int | None) -> str | None:
-    """Why next-token prediction on text leaves this tensor out; None when it is needed."""
-    section = spot_of(tensor.rpartition(".")[0], layers).section
-    if section == "mtp":
-        return "multi-token-prediction layer: not part of next-token prediction"
-    return "vision or audio tower: not used on text" if section == "vision" else None
-
-
 def decoder_layers(config: Mapping[str, Any]) -> int | None:
     """``num_hidden_layers`` of the text model; None where the config does not say."""
     text = config.get("text_config")

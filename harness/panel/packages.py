@@ -147,12 +147,9 @@ def _tar_of(archive: Path) -> bytes:
 
 def _member(tar: tarfile.TarFile, path: str) -> bytes:
     """One regular file; Debian's tars name theirs ``./usr/...``."""
-    names = (path, f"./{path}")
-    for name in names:
-        try:
-            file = tar.extractfile(name)
-        except KeyError:
-            continue
+    held = set(tar.getnames())
+    for name in (path, f"./{path}"):
+        file = tar.extractfile(name) if name in held else None
         if file is not None:
             return file.read()
     raise KeyError(path)

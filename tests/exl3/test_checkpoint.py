@@ -8,7 +8,7 @@ import torch
 
 from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint, has_trellis, open_checkpoint, weights_digest
-from harness.exl3.kinds import skip_rule
+from harness.exl3.kinds import spot_of
 from harness.exl3.tensors import Exl3Linear
 from tests.exl3.folders import packed, write
 
@@ -256,21 +256,20 @@ def test_every_tensor_is_used_or_skipped_by_a_named_rule(folder):
 
 
 @pytest.mark.parametrize(
-    "tensor, rule",
+    "tensor, section",
     [
-        ("model.layers.44.mlp.experts.3.up_proj.trellis", None),
-        ("model.layers.45.enorm.weight", "multi-token-prediction layer"),
-        ("model.language_model.layers.45.mlp.experts.3.up_proj.trellis", "multi-token-prediction layer"),
-        ("mtp.layers.0.self_attn.q_proj.suh", "multi-token-prediction layer"),
-        ("model.visual.blocks.50.attn.qkv.weight", "vision or audio tower"),
-        ("vision_tower.encoder.layers.3.mlp.fc1.weight", "vision or audio tower"),
-        ("lm_head.trellis", None),
-        ("model.norm.weight", None),
+        ("model.layers.44.mlp.experts.3.up_proj.trellis", "text"),
+        ("model.layers.45.enorm.weight", "mtp"),
+        ("model.language_model.layers.45.mlp.experts.3.up_proj.trellis", "mtp"),
+        ("mtp.layers.0.self_attn.q_proj.suh", "mtp"),
+        ("model.visual.blocks.50.attn.qkv.weight", "vision"),
+        ("vision_tower.encoder.layers.3.mlp.fc1.weight", "vision"),
+        ("lm_head.trellis", "text"),
+        ("model.norm.weight", "text"),
     ],
 )
-def test_rules_for_text_only_loading(tensor, rule):
-    found = skip_rule(tensor, 45)
-    assert found is None if rule is None else found is not None and found.startswith(rule)
+def test_sections_of_tensors(tensor, section):
+    assert spot_of(tensor.rpartition(".")[0], 45).section == section
 
 
 # ---- digest -------------------------------------------------------------------------------------------------------

@@ -78,6 +78,12 @@ def floor_text(m: Measurement) -> str | None:
     return f"{number(floor['kl_mean'])} nats ({floor['kind']}, run {floor['run']})"
 
 
+def unmeasured_floor(m: Measurement) -> str:
+    """What is said instead of a floor: for a served lane, what its preflight saw of the same row twice."""
+    repeats = [c.figure for c in m.preflight if c.name.startswith("the same row twice")]
+    return f"not measured; the same row twice: {repeats[0]} nats" if m.lane == "served" and repeats else "not measured"
+
+
 def agreement_text(m: Measurement) -> str:
     """Top-1 agreement, or the two shares between which it lies."""
     s = m.summary

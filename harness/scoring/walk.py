@@ -2,14 +2,15 @@
 
 Positions are taken in blocks, the vocabulary in strips. Two plans:
 
-* streaming: up to 1,056 rows of hidden states and a narrow strip at a time. The head is widened least often, but total
+* streaming: up to 1,056 rows of hidden states and a narrow strip at a time. The head is read least often, but total
   variation and ranks need normalisers that are known only at the end, and the logits are gone by then;
 * second pass: as many positions as let all of their logits stay in 44 MB, so that no product is made twice. The
   products are of fewer rows then (216 with a vocabulary of 49,152, 72 with 154,880), and the logits leave the cache:
-  it costs a fifth to a quarter more with 49,152 and about half more with 154,880. From logits it costs 15 to 60 %.
+  it costs about a third more with 49,152 and about half more with 154,880. From logits it costs 15 to 80 %.
 
 So the second pass is on by default only where products of ``ENOUGH_ROWS`` rows fit, and has to be asked for elsewhere.
-Extra memory: at most 18 MB of hidden states, 8 MB of head a thread, and the strip (9 MB a thread, or the 44 MB).
+Extra memory: at most 18 MB of packed hidden states, and the strip (a few MB a thread, or the 44 MB). A library's
+product also widens 8 MB of head a thread.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness.compare.model import Comparison
 from harness.receipt import Check, Measurement, PanelIdentity, SideIdentity
 from harness.registration import Registration, deviations, lead_time
-from harness.report.bound import floor_text, known_tokens, unmeasured_floor
+from harness.report.bound import floor_text, known_tokens, repeat_text
 from harness.report.numbers import number, percent, with_interval
 
 
@@ -31,7 +31,7 @@ class Basis:
     status: str
     registration: str
     floor: str | None = None
-    no_floor: str = "not measured"
+    repeat: str = ""
     resolution: str | None = None
     driven_by: Sequence[str] = ()
     failed_checks: Sequence[str] = ()
@@ -62,7 +62,7 @@ def of_measurement(
         status=m.status,
         registration=_registration_of(m, started),
         floor=f"{floor.name}, {_kl_text(floor)}" if floor else floor_text(m),
-        no_floor=unmeasured_floor(m),
+        repeat=repeat_text(m),
         driven_by=_driven(m, top_row),
         failed_checks=_failed(m.preflight),
         captured_mass=m.summary.get("captured_teacher_mass_mean"),

@@ -78,10 +78,10 @@ def floor_text(m: Measurement) -> str | None:
     return f"{number(floor['kl_mean'])} nats ({floor['kind']}, run {floor['run']})"
 
 
-def unmeasured_floor(m: Measurement) -> str:
-    """What is said instead of a floor: for a served lane, what its preflight saw of the same row twice."""
-    repeats = [c.figure for c in m.preflight if c.name.startswith("the same row twice")]
-    return f"not measured; the same row twice: {repeats[0]} nats" if m.lane == "served" and repeats else "not measured"
+def repeat_text(m: Measurement) -> str:
+    """What stands in for a floor that was not measured in a served lane: the preflight's same row twice, or nothing."""
+    figures = [check.figure for check in m.preflight if check.name.startswith("the same row twice")]
+    return f"; the same row twice: {figures[0]} nats" if m.lane == "served" and figures else ""
 
 
 def agreement_text(m: Measurement) -> str:

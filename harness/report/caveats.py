@@ -42,7 +42,7 @@ def how_measured(b: Basis) -> list[str]:
         f"Teacher: {_side(b.teacher)}.",
         *(f"Candidate: {_side(candidate)}." for candidate in b.candidates),
         _resampled(b.panel.unit),
-        f"Floor of the {b.lane} lane: {b.floor or NO_FLOOR[b.lane]}.",
+        f"Floor of the {b.lane} lane: {b.floor or NO_FLOOR[b.lane] + b.repeat}.",
         b.registration,
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from harness.receipt import Measurement, RowSummary
-from harness.report.bound import agreement_text, bound_lines, floor_text, unmeasured_floor
+from harness.report.bound import agreement_text, bound_lines, floor_text, repeat_text
 from harness.report.numbers import count, number, percent, with_interval
 from harness.report.run_report import rows_text, worst_rows
 
@@ -48,7 +48,7 @@ def _add_bound(table: Table, m: Measurement) -> None:
     for line in lines:
         table.add_row(line.name + (" [red](not a bound)[/red]" if "not a bound" in line.meaning else ""), line.value)
     if lines or m.lane == "served":
-        table.add_row(f"floor of the {m.lane} lane", floor_text(m) or unmeasured_floor(m), end_section=True)
+        table.add_row(f"floor of the {m.lane} lane", floor_text(m) or f"not measured{repeat_text(m)}", end_section=True)
 
 
 def _add_oddities(table: Table, m: Measurement) -> None:

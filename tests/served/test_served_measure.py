@@ -151,7 +151,7 @@ def test_the_floor_is_said(ask: Any, model: Any, teacher_folder: Path, tmp_path:
     assert "floor" not in alone.measurement.scoring
     from harness.report.run_report import write_report
 
-    assert "not measured; the same row twice: max |difference| 0" in write_report(alone.folder).read_text()
+    assert "is not known; the same row twice: max |difference| 0 nats" in write_report(alone.folder).read_text()
 
 
 def test_nothing_of_the_host_is_in_a_receipt(ask: Any, model: Any, tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from harness.cli.measure import EXAMPLE_PANEL, SERVERS, require_url, show
-
-if TYPE_CHECKING:
-    from harness.measure import Result
+from harness.cli.measure import EXAMPLE_PANEL, show
+from harness.cli.served import ConcurrencyOption, KOption, ModelOption, SamplesOption, UrlOption, served_request
 
 TeacherArgument = Annotated[str, typer.Argument(help="teachers/NAME.toml or a model: its weights are needed.")]
 PanelOption = Annotated[Path, typer.Option(help="Panel folder.")]
@@ -47,50 +45,21 @@ def floor(
     engine: Annotated[
         str | None, typer.Option(help="vllm or sglang: the floor of a server that serves these weights.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Address of that server.")] = None,
-    served_model: Annotated[str | None, typer.Option(help="Model name on the server, where it has several.")] = None,
-    k: Annotated[int, typer.Option("--k", help="As in the measurement that the floor is for.")] = 256,
-    tail_samples: Annotated[int, typer.Option(help="As in that measurement.")] = 32,
-    concurrency: Annotated[int, typer.Option(help="As in that measurement.")] = 1,
+    url: UrlOption = None,
+    served_model: ModelOption = None,
+    k: KOption = 256,
+    tail_samples: SamplesOption = 32,
+    concurrency: ConcurrencyOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the teacher against itself: once more, in the other precision, with noise, or through a server."""
     if engine is not None:
-        show(_served(engine, url, teacher, panel, rows, out, served_model, k, tail_samples, concurrency), as_json)
+        from harness.served.measure import floor_request, measure_served
+
+        asked = {"k": k, "tail_samples": tail_samples, "concurrency": concurrency, "served_model": served_model}
+        request = served_request(engine, url, panel=panel, teacher=teacher, rows=rows, out=out, device=device, **asked)
+        show(measure_served(floor_request(request)), as_json)
         return
     from harness.floor import floor as run
 
     show(run(teacher, panel=panel, kind=kind, rows=rows, out=out, device=device, seed=seed), as_json)
-
-
-def _served(
-    engine: str,
-    url: str | None,
-    teacher: str,
-    panel: Path,
-    rows: int | None,
-    out: Path | None,
-    served_model: str | None,
-    k: int,
-    tail_samples: int,
-    concurrency: int,
-) -> Result:
-    """The teacher through a server against the teacher in the reference engine."""
-    from harness.errors import UsageError
-    from harness.served.measure import ServedRequest, floor_request, measure_served
-
-    if engine not in SERVERS:
-        raise UsageError(f"--engine {engine} is no server", f"choose one of {', '.join(SERVERS)}")
-    request = ServedRequest(
-        server=engine,  # type: ignore[arg-type]
-        url=require_url(engine, url),
-        panel=panel,
-        teacher=teacher,
-        served_model=served_model,
-        k=k,
-        tail_samples=tail_samples,
-        rows=rows,
-        out=out,
-        concurrency=concurrency,
-    )
-    return measure_served(floor_request(request))

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.cli.served import (
+    SERVERS,
+    ConcurrencyOption,
+    KOption,
+    ModelOption,
+    SamplesOption,
+    UrlOption,
+    served_request,
+)
 from harness.progress import console
 
-#: Engines that answer over HTTP.
-SERVERS = ("vllm", "sglang")
+if TYPE_CHECKING:
+    from harness.measure import Result
+    from harness.served.measure import ServedRequest
 
 #: The panel of the built-in example, and the default.
 EXAMPLE_PANEL = Path("panels/example")
@@ -35,13 +45,11 @@ def measure(
     engine: Annotated[
         str, typer.Option(help="reference; served: vllm or sglang with --url, exllamav3, llamacpp or vllm-local.")
     ] = "reference",
-    url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000.")] = None,
-    served_model: Annotated[str | None, typer.Option(help="Model name on the server, where it has several.")] = None,
-    k: Annotated[int, typer.Option("--k", help="Top tokens a position to ask a server for.")] = 256,
-    tail_samples: Annotated[
-        int, typer.Option(help="Ids drawn from the teacher's tail, where a server scores ids of our choice.")
-    ] = 32,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight; more than 1 may move a server's digits.")] = 1,
+    url: UrlOption = None,
+    served_model: ModelOption = None,
+    k: KOption = 256,
+    tail_samples: SamplesOption = 32,
+    concurrency: ConcurrencyOption = 1,
     floor: Annotated[
         Path | None, typer.Option(help="Floor of this server: a run of `fidelity floor --engine`.")
     ] = None,
@@ -51,67 +59,43 @@ def measure(
     ] = False,
 ) -> None:
     """Measure a quant against its teacher over a panel: exactly, or what a server gives of it."""
-    from harness.engines.open import memory_budget_of
-    from harness.measure import Request
-    from harness.measure import measure as run
-
     if candidate is None and engine == "reference":
         from harness.example import example_candidate
 
         candidate, teacher = example_candidate(), teacher or "teachers/smollm2-135m.toml"
+    common: dict[str, Any] = {"panel": panel, "revision": revision, "teacher": teacher, "rows": rows, "out": out}
     if engine in SERVERS:
-        from harness.served.measure import ServedRequest, measure_served
-
-        served = ServedRequest(
-            server=engine,  # type: ignore[arg-type]
-            url=require_url(engine, url),
-            panel=panel,
-            candidate=candidate,
-            revision=revision,
-            served_model=served_model,
-            teacher=teacher,
-            k=k,
-            tail_samples=tail_samples,
-            rows=rows,
-            out=out,
-            concurrency=concurrency,
-            floor=floor,
-            device=device,
-        )
-        show(measure_served(served), as_json, allow_nonfinite)
-        return
-    if candidate is None:
-        from harness.errors import UsageError
-
-        raise UsageError(f"--engine {engine} needs a candidate", "name its folder, Hub id or file")
-    result = run(
-        Request(
-            candidate=candidate,
-            revision=revision,
-            teacher=teacher,
-            panel=panel,
-            rows=rows,
-            out=out,
-            compute=compute_dtype,  # type: ignore[arg-type]
-            device=device,
-            packed=packed,
-            memory_budget=memory_budget_of(memory_budget),
-            engine=engine,  # type: ignore[arg-type]
-        )
-    )
+        asked = {"k": k, "tail_samples": tail_samples, "concurrency": concurrency, "served_model": served_model}
+        served = served_request(engine, url, candidate=candidate, floor=floor, device=device, **asked, **common)
+        result = _through_server(served)
+    else:
+        how = {"compute": compute_dtype, "device": device, "packed": packed, "engine": engine}
+        result = _in_process(candidate, memory_budget, **how, **common)
     show(result, as_json, allow_nonfinite)
 
 
-def require_url(engine: str, url: str | None) -> str:
-    """The address of a server, or a usage error."""
+def _through_server(request: ServedRequest) -> Result:
+    from harness.served.measure import measure_served
+
+    return measure_served(request)
+
+
+def _in_process(candidate: str | None, memory_budget: str | None, **settings: Any) -> Result:
+    from harness.engines.local import LOCAL_ENGINES
+    from harness.engines.open import memory_budget_of
     from harness.errors import UsageError
+    from harness.measure import Request
+    from harness.measure import measure as run
 
-    if url is None:
-        raise UsageError(f"--engine {engine} runs in a server", "give its address: --url http://localhost:8000")
-    return url
+    if settings["engine"] not in ("reference", *LOCAL_ENGINES):
+        known = ", ".join(("reference", *SERVERS, *LOCAL_ENGINES))
+        raise UsageError(f"there is no engine {settings['engine']}", f"choose one of {known}")
+    if candidate is None:
+        raise UsageError(f"--engine {settings['engine']} needs a candidate", "name its folder, Hub id or file")
+    return run(Request(candidate=candidate, memory_budget=memory_budget_of(memory_budget), **settings))
 
 
-def show(result: Any, as_json: bool, allow_nonfinite: bool = False) -> None:
+def show(result: Result, as_json: bool, allow_nonfinite: bool = False) -> None:
     """Write a run's report and print its headline or its receipt; an invalid run ends with exit code 1."""
     from rich.console import Console
 

@@ -13,7 +13,7 @@ import httpx
 
 from harness.errors import EngineError, UsageError
 
-_ADDRESS = "give the server's address as in --base-url http://localhost:8000/v1"
+_ADDRESS = "give the address of the server, such as http://localhost:8000"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

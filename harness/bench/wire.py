@@ -125,6 +125,8 @@ def _server(file: Path, delay: float) -> Iterator[str]:
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, file, delay), daemon=True)
     process.start()
+    # Only the child holds its end now: one that cannot start raises EOFError here, and does not keep us waiting.
+    there.close()
     try:
         yield f"http://127.0.0.1:{here.recv()}"
     finally:

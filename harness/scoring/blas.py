@@ -82,7 +82,7 @@ def single_threaded() -> Iterator[None]:
 
 @functools.cache
 def blas_choice() -> Blas:
-    """The product used through a head in this process, found once; takes a few hundredths of a second."""
+    """The product used through a head in this process, found once, in about a second."""
     forced = os.environ.get(VARIABLE)
     if forced is not None and forced not in PRODUCTS:
         raise UsageError(f"{VARIABLE}={forced} names no matrix product", f"set it to one of {', '.join(PRODUCTS)}")

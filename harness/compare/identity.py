@@ -16,6 +16,8 @@ OF_THE_CANDIDATE = {"heads_equal", "floor"}
 OF_THE_ESTIMATE = {"tail_samples", "seed"}
 #: What decides which part of the vocabulary a bound knows.
 OF_THE_BOUND = ("way", "k")
+#: Logits that an engine gives are its own head's: one policy, named after the form that the outputs came in.
+OWN_HEADS = ("own head on each side", "logits")
 #: Fields of a candidate's engine that can move a number without being the quant itself.
 ENGINE_FIELDS = ("engine", "version", "compute_dtype", "device")
 
@@ -58,8 +60,13 @@ def _facts(a: Measurement, b: Measurement) -> list[tuple[str, Any, Any, str]]:
     names = set(a.scoring) | set(b.scoring)
     others = sorted(names - OF_THE_CANDIDATE - OF_THE_ESTIMATE - set(OF_THE_BOUND))
     facts += [(f"scoring ({n})", a.scoring.get(n), b.scoring.get(n), bound) for n in OF_THE_BOUND if n in names]
-    facts += [(f"scoring ({n})", a.scoring.get(n), b.scoring.get(n), same) for n in others]
+    facts += [(f"scoring ({n})", _policy(a.scoring.get(n)), _policy(b.scoring.get(n)), same) for n in others]
     return facts
+
+
+def _policy(value: Any) -> Any:
+    """A scoring fact, the two names of one head policy made one."""
+    return OWN_HEADS[0] if value in OWN_HEADS else value
 
 
 def _shown(value: object) -> str:

@@ -30,6 +30,12 @@ def other(folder: Path, **change: Any) -> Path:
     return WORLD.run(folder / "b", "B", B, **change)
 
 
+def test_logits_stand_beside_states_through_their_own_head(base: Path, tmp_path: Path) -> None:
+    """A GGUF gives logits, an EXL3 model states and its head: both are scored with their own heads, in one table."""
+    gguf = other(tmp_path, scoring={"head_policy": "logits", "support": 16})
+    assert len(compare([base, gguf]).arms) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

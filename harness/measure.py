@@ -111,7 +111,12 @@ def find_candidate(request: Request) -> Candidate:
         gguf = locate_gguf(request.candidate, request.revision)
         weights_sha256, tokenizer_sha256 = digests_of_gguf(gguf)
         return Candidate(located=gguf, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
-    located = locate(request.candidate, request.revision, cache=MODELS)
+    return candidate_of(request.candidate, request.revision)
+
+
+def candidate_of(source: str, revision: str | None) -> Candidate:
+    """A checkpoint folder or Hub id with the digests of its weights and tokenizer."""
+    located = locate(source, revision, cache=MODELS)
     weights_sha256, tokenizer_sha256 = digests_of(located)
     return Candidate(located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from harness.capture import Capture, open_capture
 from harness.digest import json_digest
-from harness.engines.models import locate
-from harness.engines.open import digests_of
+from harness.engines.open import NO_TOKENIZER
 from harness.environment import environment, source_digest
 from harness.errors import UsageError
 from harness.measure import (
@@ -24,6 +23,7 @@ from harness.measure import (
     REPORTS,
     Candidate,
     Result,
+    candidate_of,
     captured,
     chosen,
     finished,
@@ -36,14 +36,15 @@ from harness.result import build_measurement
 from harness.rows import finished_rows, join_rows, write_row
 from harness.served.connect import connect
 from harness.served.floor import Question, floor_of, require_same_weights
+from harness.served.identity import ServedWeights
 from harness.served.preflight import check_row, check_served
 from harness.served.preflight_server import load_of
 from harness.served.score import AskedIds, ask_of, score_served
 from harness.served.seam import UNKNOWN, ServedEngine, ServedRow
 from harness.served.summary import additions
 from harness.store import folder_lock, require_space, write_json
-from harness.teacher import MODELS, TeacherModel, find_teacher, load_teacher
-from harness.types import EngineIdentity, Panel, Row
+from harness.teacher import TeacherModel, find_teacher, load_teacher
+from harness.types import Panel, Row
 
 Server = Literal["vllm", "sglang"]
 #: Top tokens a position that are asked for where the user does not say.
@@ -97,8 +98,8 @@ class _Run:
 
     request: ServedRequest
     engine: ServedEngine
-    identity: EngineIdentity
     candidate: Candidate | None
+    name: str
     panel: Panel
     rows: Sequence[Row]
     teacher: TeacherModel | Capture
@@ -109,10 +110,6 @@ class _Run:
     def fixed_ids(self) -> bool:
         return self.engine.capabilities.fixed_ids
 
-    @property
-    def name(self) -> str:
-        return self.candidate.located.name if self.candidate else self.engine.identity.model
-
 
 def measure_served(request: ServedRequest) -> Result:
     """Measure what a server gives, or give back the finished measurement of exactly this question.
@@ -120,19 +117,24 @@ def measure_served(request: ServedRequest) -> Result:
     Raises:
         EngineError: the server is not what it must be, or stopped answering; the same call goes on from there.
     """
-    engine = connect(request.server, request.url, model=request.served_model, concurrency=request.concurrency)
-    candidate = _candidate(request)
+    candidate = None if request.candidate is None else candidate_of(request.candidate, request.revision)
+    engine = connect(
+        request.server,
+        request.url,
+        model=request.served_model,
+        concurrency=request.concurrency,
+        weights=_weights(candidate),
+    )
     named = load_teacher(request.teacher, candidate.located if candidate else None)
-    panel = panel_for(request.panel, candidate.tokenizer_sha256 if candidate else "absent")
+    panel = panel_for(request.panel, candidate.tokenizer_sha256 if candidate else NO_TOKENIZER)
     teacher = open_capture(named) if isinstance(named, Path) else find_teacher(named, panel)
     rows = chosen(panel, request.rows)
-    identity = _identity(engine, candidate)
-    key = _key(request, identity, panel, rows, teacher, engine.capabilities.fixed_ids)
-    name = candidate.located.name if candidate else identity.model
+    key = _key(request, engine, panel, rows, teacher)
+    name = candidate.located.name if candidate else engine.identity.model
     part = "" if len(rows) == len(panel.rows) else f"-rows{len(rows)}"
     folder = request.out or REPORTS / f"{name.replace(' ', '-')}--{request.server}--{panel.name}--{key[:8]}{part}"
     run = _Run(
-        request=request, engine=engine, identity=identity, candidate=candidate, panel=panel, rows=rows,
+        request=request, engine=engine, candidate=candidate, name=name, panel=panel, rows=rows,
         teacher=teacher, key=key, folder=folder,
     )  # fmt: skip
     with folder_lock(folder):
@@ -149,20 +151,11 @@ def floor_request(request: ServedRequest) -> ServedRequest:
     return replace(request, candidate=named.model, revision=named.revision, role="floor")
 
 
-def _candidate(request: ServedRequest) -> Candidate | None:
-    if request.candidate is None:
-        return None
-    located = locate(request.candidate, request.revision, cache=MODELS)
-    weights_sha256, tokenizer_sha256 = digests_of(located)
-    return Candidate(located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
-
-
-def _identity(engine: ServedEngine, candidate: Candidate | None) -> EngineIdentity:
-    """The server's own words about itself, and the digests of the files that the user names."""
+def _weights(candidate: Candidate | None) -> ServedWeights:
+    """The digests of the files that the user names, as no server tells them."""
     if candidate is None:
-        return engine.identity
-    return replace(
-        engine.identity,
+        return ServedWeights()
+    return ServedWeights(
         revision=candidate.located.revision,
         weights_sha256=candidate.weights_sha256,
         tokenizer_sha256=candidate.tokenizer_sha256,
@@ -170,14 +163,10 @@ def _identity(engine: ServedEngine, candidate: Candidate | None) -> EngineIdenti
 
 
 def _key(
-    request: ServedRequest,
-    identity: EngineIdentity,
-    panel: Panel,
-    rows: Sequence[Row],
-    teacher: TeacherModel | Capture,
-    fixed_ids: bool,
+    request: ServedRequest, engine: ServedEngine, panel: Panel, rows: Sequence[Row], teacher: TeacherModel | Capture
 ) -> str:
     """Digest of all that decides the numbers. The address is no part of it; what the server says of itself is."""
+    identity, fixed_ids = engine.identity, engine.capabilities.fixed_ids
     return json_digest(
         {
             "panel": panel.sha256,
@@ -211,7 +200,7 @@ def _measure(run: _Run) -> Result:
         panel=run.panel,
         rows=run.rows,
         capture=capture,
-        identity=run.identity,
+        identity=run.engine.identity,
         scoring=_scoring(run, capture),
         key=run.key,
         checks=checks,
@@ -283,12 +272,12 @@ def _scoring(run: _Run, capture: Capture) -> dict[str, Any]:
     if run.fixed_ids:
         asked |= {"tail_samples": request.tail_samples, "seed": request.seed}
     if request.role == "floor":
-        require_same_weights(run.name, capture.identity.weights_sha256, run.identity.weights_sha256)
+        require_same_weights(run.name, capture.identity.weights_sha256, run.engine.identity.weights_sha256)
         return asked
     question = Question(
         panel_sha256=run.panel.sha256,
         rows=len(run.rows),
-        identity=run.identity,
+        identity=run.engine.identity,
         teacher_sha256=capture.identity.weights_sha256,
         scoring=asked,
     )

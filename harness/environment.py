@@ -10,8 +10,20 @@ from pathlib import Path
 
 #: Libraries whose version can move a digit.
 LIBRARIES = ("torch", "numpy", "numba", "transformers", "scipy", "pyarrow")
-#: Our own files that can: what runs models, decodes weights, stores outputs and scores them.
-SOURCES = ("engines", "exl3", "capture", "scoring", "served", "score_row.py", "summary.py", "anchor.py", "floor.py")
+#: Our own packages and files that can: a receipt's numbers are made nowhere else.
+SOURCES = (
+    "capture",
+    "engines",
+    "exl3",
+    "measure",
+    "panel",
+    "scoring",
+    "served",
+    "stats",
+    "tasks",
+    "digest.py",
+    "types.py",
+)
 
 
 def environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness import cli
-from harness import measure as measure_module
+from harness.measure import run as measure_module
 from harness.store import folder_lock
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness import cli
+from harness.measure.receipt import load_measurement
 from harness.panel import load_panel
-from harness.receipt import load_measurement
 from harness.report.run_report import write_report
 
 ROOT = Path(__file__).parents[1]

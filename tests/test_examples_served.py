@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.receipt import Measurement, load_measurement
+from harness.measure.receipt import Measurement, load_measurement
 
 SERVED = Path(__file__).parents[1] / "reports" / "examples" / "served"
 KS = (20, 64, 256, 1000)

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from harness.bench.baselines import naive
-from harness.bench.figure import Figure
-from harness.bench.from_logits import llama_work
+from harness.bench.from_logits import llama_work, naive
 from harness.bench.made_up import made_up_logits
+from harness.bench.timing import Figure
 from harness.scoring import score_logits
 
 TARGETS = (1e-9, 1e-6, 1e-3, 0.3, 20.0)

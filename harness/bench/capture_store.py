@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from harness.bench.figure import Figure
 from harness.bench.made_up import made_up_head, made_up_identity, made_up_panel, made_up_stats
-from harness.bench.timing import Work, interleaved, one_thread
+from harness.bench.timing import Figure, Work, interleaved, one_thread
 from harness.capture import CaptureWriter, open_capture
 from harness.capture.rowfile import read_array
 from harness.types import Hidden

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from harness.bench.figure import Figure
-from harness.bench.timing import Work, interleaved, one_thread
+from harness.bench.timing import Figure, Work, interleaved, one_thread
 from harness.exl3.codebook import MARKERS
 from harness.exl3.decode import dense_weight
 from harness.exl3.encode import Rate, decoded, search_matrix

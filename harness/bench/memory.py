@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch
 
-from harness.bench.figure import Figure
 from harness.bench.made_up import made_up_head, made_up_identity, made_up_panel, made_up_stats
-from harness.bench.timing import extra_megabytes
+from harness.bench.timing import Figure, extra_megabytes
 from harness.capture import Capture, CaptureWriter, open_capture
-from harness.rows import write_row
-from harness.score_row import score_row
+from harness.measure.rows import score_row, write_row
 from harness.types import Head, Hidden, Panel, Row
 
 

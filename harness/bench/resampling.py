@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy import stats as scipy_stats
 
-from harness.bench.figure import Figure
-from harness.bench.timing import cpu_seconds, interleaved, one_thread
+from harness.bench.timing import Figure, cpu_seconds, interleaved, one_thread
 from harness.stats import resample_matrix
 
 

@@ -23,7 +23,7 @@ from harness.bench import (
     through_head,
     wire,
 )
-from harness.bench.figure import Figure, Section
+from harness.bench.timing import Figure, Section
 from harness.environment import environment
 from harness.errors import UsageError
 from harness.progress import phase

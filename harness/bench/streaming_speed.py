@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from harness.bench.figure import Figure
 from harness.bench.made_up import made_up_panel
-from harness.bench.timing import extra_megabytes, interleaved, one_thread
+from harness.bench.timing import Figure, extra_megabytes, interleaved, one_thread
 from harness.engines.hf import TransformersEngine, quiet_transformers
 from harness.engines.models import ModelFolder
 from harness.engines.streaming import StreamingEngine

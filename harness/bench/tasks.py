@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.bench.figure import Figure
-from harness.bench.timing import cpu_seconds, interleaved, one_thread
+from harness.bench.timing import Figure, cpu_seconds, interleaved, one_thread
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 
@@ -21,7 +20,7 @@ def run(vocab: int, hidden: int, layers: int, questions: int, length: int, round
     """CPU seconds a question and their ratio, for answers of one token and of three."""
     from lm_eval.models.huggingface import HFLM
 
-    from harness.tasks.quiet import quiet_lm_eval
+    from harness.tasks.evaluating import quiet_lm_eval
     from harness.tasks.reference_lm import ReferenceLM
 
     model, tokenizer = _model(vocab, hidden, layers), _tokenizer(vocab)

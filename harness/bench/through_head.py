@@ -6,11 +6,9 @@ from statistics import median
 
 import torch
 
-from harness.bench.baselines import naive_head
-from harness.bench.figure import Figure
-from harness.bench.limits import gemm_probes
+from harness.bench.from_logits import naive_head
 from harness.bench.made_up import made_up_head
-from harness.bench.timing import Work, extra_megabytes, in_turns, one_thread
+from harness.bench.timing import Figure, Work, extra_megabytes, gemm_probes, in_turns, one_thread
 from harness.scoring import score_hidden
 from harness.scoring.blas import blas_choice
 

@@ -23,11 +23,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from harness.bench.figure import Figure
-from harness.bench.timing import Work, interleaved, one_thread
+from harness.bench.timing import Figure, Work, interleaved, one_thread
 from harness.digest import ids_digest
 from harness.served.http import Answer, Patience, Question, in_order
-from harness.served.sglang_answers import read_generated as read_sglang
+from harness.served.sglang import read_generated as read_sglang
 from harness.served.vllm import completion_of
 from harness.served.vllm_answers import read_completion, read_generated, with_targets
 from harness.types import Row

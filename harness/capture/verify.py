@@ -11,8 +11,8 @@ from harness.capture.inventory import entry_of
 from harness.capture.reader import Capture, CapturedRow
 from harness.digest import ids_digest
 from harness.errors import CaptureError
+from harness.measure.receipt import Check
 from harness.progress import phase
-from harness.receipt import Check
 from harness.scoring import teacher_stats
 from harness.types import Head, Hidden, Logits, Panel, TopK
 

@@ -12,9 +12,8 @@ from harness.cli import exl3, panel, teacher
 from harness.cli.anchor import anchor, floor
 from harness.cli.bench import bench
 from harness.cli.card import card, report, verify
-from harness.cli.compare import compare
+from harness.cli.compare import compare, estimators
 from harness.cli.doctor import doctor
-from harness.cli.estimators import estimators
 from harness.cli.imports import import_g4
 from harness.cli.measure import measure
 from harness.cli.tasks import import_lm_eval, tasks

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from harness.cli.measure import EXAMPLE_PANEL, show
-from harness.cli.served import ConcurrencyOption, KOption, ModelOption, SamplesOption, UrlOption, served_request
+from harness.cli.options import ConcurrencyOption, KOption, ModelOption, SamplesOption, UrlOption, served_request
 
 TeacherArgument = Annotated[str, typer.Argument(help="teachers/NAME.toml or a model: its weights are needed.")]
 PanelOption = Annotated[Path, typer.Option(help="Panel folder.")]
@@ -29,7 +29,7 @@ def anchor(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the teacher rounded to nearest in a well-known format, as a row beside candidates."""
-    from harness.anchor import anchor as run
+    from harness.measure.altered import anchor as run
 
     show(run(scheme, teacher, panel=panel, rows=rows, out=out, device=device, group=group), as_json)
 
@@ -60,6 +60,6 @@ def floor(
         request = served_request(engine, url, panel=panel, teacher=teacher, rows=rows, out=out, device=device, **asked)
         show(measure_served(floor_request(request)), as_json)
         return
-    from harness.floor import floor as run
+    from harness.measure.altered import floor as run
 
     show(run(teacher, panel=panel, kind=kind, rows=rows, out=out, device=device, seed=seed), as_json)

@@ -90,7 +90,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML file: sortable tables, pictures, the worst positions one by one."""
-    from harness.report.html_report import write_html
+    from harness.report.html import write_html
 
     written = write_html(path, out, runs=run or [], tokenizer=tokenizer)
     typer.echo(f"wrote {written.name} ({written.stat().st_size / 1e6:.1f} MB)")

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from harness.compare import Comparison
-    from harness.compare.items_model import TaskComparisons
-    from harness.compare.tables import Table
+    from harness.compare.task_model import TaskComparisons
+    from harness.report.comparison_tables import Table
 
 
 def compare(
@@ -36,8 +36,8 @@ def compare(
     Task runs of the same weights beside the run folders are compared too; folders of task runs alone as well.
     """
     from harness.compare import compare as run
-    from harness.compare.items_find import is_task_run, tasks_of_comparison
-    from harness.compare.report import write
+    from harness.compare.tasks import is_task_run, tasks_of_comparison
+    from harness.report.comparison_report import write
 
     if all(is_task_run(folder) for folder in runs):
         _compare_tasks(runs, teacher_tasks, out, as_json)
@@ -58,10 +58,10 @@ def compare(
 
 def _compare_tasks(runs: list[Path], teacher: Path | None, out: Path | None, as_json: bool) -> None:
     """Task runs alone: no panel, no KL."""
-    from harness.compare.items import compare_task_runs
-    from harness.compare.items_model import FILE, save_task_comparisons
-    from harness.compare.items_tables import markdown
+    from harness.compare.task_model import FILE, save_task_comparisons
+    from harness.compare.tasks import compare_task_runs
     from harness.interop.g4 import slug
+    from harness.report.task_tables import markdown
     from harness.store import write_text
 
     found = compare_task_runs(runs, teacher=teacher)
@@ -86,8 +86,8 @@ def default_name(comparison: Comparison) -> str:
 
 def _decoded(comparison: Comparison, spec: str | None, panel: Path | None) -> Comparison:
     """Worst positions with their text; a recipe's own tokenizer is used when it is the one of the seal."""
-    from harness.compare.texts import check_is_the_panels, with_texts
     from harness.panel import load_recipe, load_tokenizer, tokenizer_digest
+    from harness.report.texts import check_is_the_panels, with_texts
 
     if spec is None and panel is not None:
         spec = load_recipe(panel).tokenizer
@@ -100,7 +100,7 @@ def _show_tasks(tasks: list[TaskComparisons]) -> None:
     """Tables of every suite, then what must be read before the numbers."""
     from rich.console import Console
 
-    from harness.compare import items_tables
+    from harness.report import task_tables as items_tables
 
     console = Console()
     for found in tasks:
@@ -117,10 +117,10 @@ def _show_tasks(tasks: list[TaskComparisons]) -> None:
 def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) -> None:
     from rich.console import Console
 
-    from harness.compare import tables
-    from harness.compare.report import status_text
     from harness.compare.tails import tails_table
-    from harness.compare.words import headline, primary_name
+    from harness.report import comparison_tables as tables
+    from harness.report.comparison_report import status_text
+    from harness.report.words import pair_headline, primary_name
 
     console = Console()
     for pair in comparison.pairs:
@@ -131,7 +131,7 @@ def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) ->
     if comparison.bars:
         console.print(as_rich(tables.bars(comparison)))
     for pair in comparison.pairs:
-        console.print(f"[bold]{headline(comparison, pair)}[/bold]", highlight=False)
+        console.print(f"[bold]{pair_headline(comparison, pair)}[/bold]", highlight=False)
         console.print(f"  for a card: {primary_name(comparison, pair)} {pair.sentence}", highlight=False)
     console.print(status_text(comparison), highlight=False)
     for text in comparison.deviations:
@@ -153,3 +153,31 @@ def as_rich(table: Table) -> RichTable:
     for row in table.rows:
         shown.add_row(*(Text(text) for text in row))
     return shown
+
+
+# ``fidelity estimators``: exact, lower bound and estimate of one candidate, side by side.
+
+
+def estimators(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders of one candidate.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; default: under reports/.")] = None,
+    tail_range: Annotated[
+        float | None,
+        typer.Option(help="Upper bounds: assume that ln(p/q) varies by at most so much outside the known tokens."),
+    ] = None,
+) -> None:
+    """Show several measurements of one candidate on one panel, an estimator a column, and what k costs."""
+    from rich.console import Console
+
+    from harness.cli.compare import as_rich
+    from harness.report.estimators import default_folder, write
+    from harness.report.estimators import estimators as read
+
+    found = read(runs, tail_range=tail_range)
+    report = write(out or default_folder(found), found)
+    console = Console()
+    for table in found.tables:
+        console.print(as_rich(table))
+    for text in found.sentences:
+        console.print(f"note: {text}", highlight=False, markup=False)
+    console.print(f"report: {report}", highlight=False)

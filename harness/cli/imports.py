@@ -17,7 +17,7 @@ def import_g4(
 ) -> None:
     """Read published G4 panel receipts; their row means and summaries are kept digit for digit."""
     from harness.interop.g4 import import_files
-    from harness.receipt import load_measurement
+    from harness.measure.receipt import load_measurement
 
     for folder in import_files(files, out, name or []):
         found = load_measurement(folder)

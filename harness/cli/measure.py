@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.cli.served import (
+from harness.cli.options import (
     SERVERS,
     ConcurrencyOption,
     KOption,
@@ -19,7 +19,7 @@ from harness.cli.served import (
 from harness.progress import console
 
 if TYPE_CHECKING:
-    from harness.measure import Result
+    from harness.measure.run import Result
     from harness.served.measure import ServedRequest
 
 #: The panel of the built-in example, and the default.
@@ -60,7 +60,7 @@ def measure(
 ) -> None:
     """Measure a quant against its teacher over a panel: exactly, or what a server gives of it."""
     if candidate is None and engine == "reference":
-        from harness.example import example_candidate
+        from harness.measure.example import example_candidate
 
         candidate, teacher = example_candidate(), teacher or "teachers/smollm2-135m.toml"
     common: dict[str, Any] = {"panel": panel, "revision": revision, "teacher": teacher, "rows": rows, "out": out}
@@ -81,11 +81,10 @@ def _through_server(request: ServedRequest) -> Result:
 
 
 def _in_process(candidate: str | None, memory_budget: str | None, **settings: Any) -> Result:
-    from harness.engines.local import LOCAL_ENGINES
-    from harness.engines.open import memory_budget_of
+    from harness.engines.open import LOCAL_ENGINES, memory_budget_of
     from harness.errors import UsageError
-    from harness.measure import Request
-    from harness.measure import measure as run
+    from harness.measure.run import Request
+    from harness.measure.run import measure as run
 
     if settings["engine"] not in ("reference", *LOCAL_ENGINES):
         known = ", ".join(("reference", *SERVERS, *LOCAL_ENGINES))

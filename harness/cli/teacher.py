@@ -24,8 +24,8 @@ def capture(
     """Run the teacher over a panel and store what scoring needs; goes on where an earlier run stopped."""
     from harness.engines.open import memory_budget_of
     from harness.errors import UsageError
+    from harness.measure.teacher import ensure_capture, find_teacher, load_teacher
     from harness.panel import ensure_built
-    from harness.teacher import ensure_capture, find_teacher, load_teacher
 
     sealed = ensure_built(panel)
     spec = load_teacher(teacher, None)

@@ -7,7 +7,7 @@ import numpy as np
 from harness.compare.metrics import METRICS, Metric
 from harness.compare.model import ArmResult, Figure, Flips, Largest, Reference, Settings, Share, Trend
 from harness.compare.pairing import Aligned
-from harness.receipt import Measurement
+from harness.measure.receipt import Measurement
 from harness.stats import (
     Estimate,
     Totals,

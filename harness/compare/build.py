@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from harness.compare import breakdown, words
+from harness.compare import breakdown
 from harness.compare.arms import arm_result
 from harness.compare.identity import identity_notes, require_comparable
 from harness.compare.load import Arm, load_arm, load_arms
@@ -28,6 +28,7 @@ from harness.compare.registered import Found, all_deviations, bar_outcomes, find
 from harness.compare.tails import held_back, require_range, tails_of, tails_warning
 from harness.digest import json_digest
 from harness.registration import Registration, excluded_rows
+from harness.report import words
 from harness.stats import RESAMPLES, SEED, Estimate, holm, max_t_bands
 
 

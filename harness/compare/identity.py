@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.compare.load import Arm
 from harness.errors import IncomparableError
-from harness.receipt import Measurement
+from harness.measure.receipt import Measurement
 
 #: Scoring facts that may differ between candidates: they describe the candidate, not the score.
 OF_THE_CANDIDATE = {"heads_equal", "floor"}

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from harness.digest import file_digest
 from harness.errors import IncomparableError, Refused
-from harness.receipt import Measurement, load_measurement
+from harness.measure.receipt import Measurement, load_measurement
 from harness.types import SCORE_DTYPES
 
 KEYS = ("row", "position", "target")

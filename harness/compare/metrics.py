@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.measure.summary import TAILS
 from harness.registration import Endpoint
-from harness.summary import TAILS
 
 Columns = Mapping[str, np.ndarray]
 
@@ -18,7 +18,8 @@ class Metric:
     """One quantity per position.
 
     ``lower_is_better`` None means that its direction is no matter of fidelity: shown, never judged. ``row_field`` is
-    its mean in `harness.receipt.RowSummary`, where a receipt has no positions. ``ratio`` says that B/A makes sense.
+    its mean in `harness.measure.receipt.RowSummary`, where a receipt has no positions. ``ratio`` says that B/A makes
+    sense.
     """
 
     name: str

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from harness.errors import Refused
-from harness.receipt import PanelIdentity, SideIdentity
+from harness.measure.receipt import PanelIdentity, SideIdentity
 from harness.stats import Estimate, Verdict
 from harness.store import write_receipt
 

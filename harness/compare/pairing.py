@@ -16,7 +16,7 @@ import numpy as np
 from harness.compare.load import Arm
 from harness.compare.metrics import Metric
 from harness.errors import IncomparableError
-from harness.receipt import RowSummary
+from harness.measure.receipt import RowSummary
 from harness.stats import Totals
 
 Unit = Literal["document", "row"]

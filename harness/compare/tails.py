@@ -16,9 +16,9 @@ from harness.compare.load import Arm
 from harness.compare.metrics import BY_NAME
 from harness.compare.model import Difference, Pair, Tails
 from harness.compare.pairing import Aligned
-from harness.compare.tables import Table
 from harness.errors import UsageError
-from harness.report.numbers import MISSING, number, percent, signed
+from harness.numbers import MISSING, number, percent, signed
+from harness.report.comparison_tables import Table
 
 
 def require_range(arms: Sequence[Arm], log_range: float | None) -> None:

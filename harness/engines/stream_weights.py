@@ -10,11 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import torch
@@ -27,8 +29,7 @@ from harness.exl3.hf_layout import Plain, plan_layout, wanted_dtype
 from harness.exl3.hf_names import Names
 from harness.exl3.hf_place import PackedPlace, Place, PlainPart, places, view_of, write_packed
 from harness.exl3.hf_plan import fill_bias
-from harness.exl3.rowwise import RowTable, decode_embedding
-from harness.exl3.tensors import Exl3Linear
+from harness.exl3.tensors import Exl3Linear, RowTable, decode_embedding
 
 #: Tensors of at least this many bytes get memory pages of their own.
 _PAGES_FROM = 1 << 18
@@ -318,3 +319,50 @@ def decoder_layers(model: Any) -> tuple[str, list[nn.Module]]:
         f"{type(model).__name__} has no stack of {count} decoder layers to stream through",
         "run the whole model: leave out --memory-budget",
     )
+
+
+# Fill the next layer in a thread while this one runs, within a memory allowance.
+
+
+class _Stopped(Exception):
+    pass
+
+
+class Filling:
+    """Fills ``units`` in a thread; past ``early`` bytes it waits until `release` says that the memory is there."""
+
+    def __init__(self, pool: ThreadPoolExecutor, stage: int, units: Sequence[Unit], early: float) -> None:
+        self.stage, self.taken = stage, 0
+        self._early, self._free, self._stopped = early, False, False
+        self._changed = Condition()
+        self._future = pool.submit(self._fill, units)
+
+    def release(self) -> None:
+        """The layer in use is gone: take all the memory that is needed."""
+        with self._changed:
+            self._free = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Give up, and wait until the thread has done so; nothing happens after the end."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._future.exception()
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """Every filled tensor by name; waits for the last."""
+        return self._future.result()
+
+    def _admit(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._free or self.taken + size <= self._early)
+            if self._stopped:
+                raise _Stopped
+            self.taken += size
+
+    def _fill(self, units: Sequence[Unit]) -> dict[str, torch.Tensor]:
+        filled: dict[str, torch.Tensor] = {}
+        for unit in units:
+            filled |= unit.fill(self._admit)
+        return filled

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from harness.engines.base import give_back
 from harness.engines.hf import (
     SEPARABLE_TOLERANCE,
     ComputeDType,
@@ -27,11 +28,9 @@ from harness.engines.hf import (
     quiet_transformers,
 )
 from harness.engines.models import ModelFolder
-from harness.engines.stream_filling import Filling
 from harness.engines.stream_rows import Gates, HeldRow
-from harness.engines.stream_weights import OnDemand, Unit, Weights, decoder_layers, skeleton
+from harness.engines.stream_weights import Filling, OnDemand, Unit, Weights, decoder_layers, skeleton
 from harness.errors import EngineError
-from harness.memory import give_back
 from harness.progress import phase
 from harness.types import Head, Hidden, Logits, Row, RowOutputs, Want
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
-from harness.exl3.claims import mismatches
-from harness.exl3.kinds import Kind, Section, Spot, decoder_layers, spot_of
+from harness.exl3.claims import Kind, Section, Spot, decoder_layers, mismatches, spot_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.exl3.census import Census, Group, Rate
-from harness.exl3.kinds import KINDS, Kind
+from harness.exl3.claims import KINDS, Kind
 
 #: Lines shown of a long list; ``--json`` has all.
 _LINES = 20

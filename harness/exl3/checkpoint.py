@@ -19,12 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from harness.errors import CheckpointError
 from harness.exl3.codebook import MARKERS, Codebook
-from harness.exl3.headers import TensorHeader, read_exact, read_header
+from harness.exl3.headers import TensorHeader, check_complete, read_exact, read_header, shard_paths
+from harness.exl3.headers import weights_digest as weights_digest
 from harness.exl3.layout import TILE, bits_of
-from harness.exl3.rowwise import RowTable, decode_embedding
-from harness.exl3.shards import check_complete, shard_paths
-from harness.exl3.tensors import Exl3Linear, check_trellis, codebook_of
-from harness.exl3.weights import weights_digest as weights_digest
+from harness.exl3.tensors import Exl3Linear, RowTable, check_trellis, codebook_of, decode_embedding
 
 _SCALES = ("suh", "svh", "su", "sv")
 _PARTS = ("trellis", *_SCALES, *MARKERS)

@@ -19,7 +19,7 @@ from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint, PackedModule
 from harness.exl3.hf_names import Landing, Names
 from harness.exl3.hf_place import PackedPlace, places
-from harness.exl3.rowwise import GROUP, RowTable
+from harness.exl3.tensors import GROUP, RowTable
 
 WRONG_MODEL = "use the config.json that belongs to these shards, or fetch the missing shard"
 

@@ -16,7 +16,7 @@ from harness.exl3.hf_layout import Accounting, Layout, plan_layout, wanted_dtype
 from harness.exl3.hf_names import Names
 from harness.exl3.hf_packed import Assembly, PackedTensors, make_packed
 from harness.exl3.hf_place import PackedPlace
-from harness.exl3.rowwise import RowTable, decode_embedding
+from harness.exl3.tensors import RowTable, decode_embedding
 
 
 @torch.no_grad()

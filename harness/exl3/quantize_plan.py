@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from harness.errors import CheckpointError, UsageError
 from harness.exl3.checkpoint import Checkpoint
+from harness.exl3.claims import Kind, decoder_layers, spot_of
 from harness.exl3.codebook import CODEBOOKS, Codebook
-from harness.exl3.encode import SignNames
+from harness.exl3.encode import Rate, SignNames
 from harness.exl3.headers import TensorHeader
-from harness.exl3.kinds import Kind, decoder_layers, spot_of
 from harness.exl3.layout import WIDTHS
 from harness.exl3.regularize import padded
-from harness.exl3.tiles import Rate
 
 Modules = Literal["all", "mlp", "routed-experts"]
 #: ``head_bits`` that keeps the head as it is.

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.digest import json_digest
 from harness.errors import IncomparableError, UsageError
-from harness.receipt import (
+from harness.measure.receipt import (
     Check,
     Interval,
     Measurement,

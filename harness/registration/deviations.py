@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.receipt import Measurement
+from harness.measure.receipt import Measurement
 from harness.registration.model import Registration
 
 RELATIONS: Mapping[str, Callable[[float, float], bool]] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import PanelError, UsageError
+from harness.measure.receipt import Measurement
 from harness.panel.seal import LOCK_FILE, find_seal, list_seals
-from harness.receipt import Measurement
 from harness.registration.deviations import deviations
 from harness.registration.model import FILE, Registration, load_registration
 from harness.store import folder_lock, write_json

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.receipt import Measurement
-from harness.report.numbers import number, percent, with_interval
+from harness.measure.receipt import Measurement
+from harness.numbers import number, percent, with_interval
 
 #: How a receipt of an older or a published run calls the way of asking that it does not name.
 WAYS = {

@@ -12,18 +12,18 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from harness.compare.words import headline
 from harness.errors import UsageError
-from harness.receipt import SideIdentity, load_measurement
+from harness.measure.receipt import SideIdentity, load_measurement
+from harness.numbers import number, percent, with_interval
 from harness.report.card_single import single_quality, size_text
 from harness.report.card_sources import Part
 from harness.report.card_tables import Quality, quality
 from harness.report.card_tasks import TaskRun, TaskTable, hub_files, index_results, task_table
 from harness.report.caveats import cannot_tell, how_measured
 from harness.report.frontmatter import HUB_ID, PanelResult, our_keys, panel_results, task_results
-from harness.report.numbers import number, percent, with_interval
 from harness.report.plots import Picture
 from harness.report.render import render
+from harness.report.words import pair_headline
 
 #: Folder beside README.md that holds receipts and pictures.
 FOLDER = "fidelity"
@@ -185,7 +185,7 @@ def _glance(
     ]
     if part.comparison is not None:
         pair = next(p for p in part.comparison.pairs if p.other == subject)
-        lines.append(("Verdict", headline(part.comparison, pair)))
+        lines.append(("Verdict", pair_headline(part.comparison, pair)))
         lines.append(("Got worse", "; ".join(table.got_worse) or "no metric"))
         if table.bars:
             missed = [row.name for row in table.bars if row.worse]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.receipt import Measurement
+from harness.measure.receipt import Measurement
+from harness.numbers import bracket, count, number, percent, size, supported_decimals, with_interval
 from harness.report.card_tables import WITHHELD, Quality, Row, metric_name
-from harness.report.numbers import bracket, count, number, percent, size, supported_decimals, with_interval
 
 
 def single_quality(

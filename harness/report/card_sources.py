@@ -11,7 +11,7 @@ from harness.compare.identity import require_comparable
 from harness.compare.load import Arm
 from harness.compare.model import FILE as COMPARISON_FILE
 from harness.errors import IncomparableError, UsageError
-from harness.receipt import Measurement, load_measurement
+from harness.measure.receipt import Measurement, load_measurement
 from harness.report.basis import Basis, of_comparison, of_measurement
 
 

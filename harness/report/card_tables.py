@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair
-from harness.report.numbers import bracket, count, number, percent, signed, supported_decimals, with_interval
+from harness.numbers import bracket, count, number, percent, signed, supported_decimals, with_interval
 
 #: A quantile that its receipt withholds is not printed (FAULTS B 25).
 WITHHELD = "withheld"

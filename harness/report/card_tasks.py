@@ -13,14 +13,14 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_eval_result_entries
 
-from harness.compare.items import compare_task_runs
-from harness.compare.items_teacher import agreement_of
 from harness.compare.model import Figure
+from harness.compare.task_teacher import agreement_of
+from harness.compare.tasks import compare_task_runs
 from harness.errors import Refused, UsageError
+from harness.numbers import MISSING, bracket, count, number, percent, signed, supported_decimals, with_interval
 from harness.report.card_tables import scaled
 from harness.report.frontmatter import TaskResult as IndexResult
 from harness.report.frontmatter import dump, require_plain
-from harness.report.numbers import MISSING, bracket, count, number, percent, signed, supported_decimals, with_interval
 from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt, selection
 
 #: Benchmarks that the Hub lists, by lm-eval task: dataset, task id of its eval.yaml, config and split.

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from harness.compare import save_comparison
 from harness.errors import UsageError
 from harness.interop.g4 import slug
-from harness.receipt import load_measurement
+from harness.measure.receipt import load_measurement
 from harness.report.card import FOLDER, Card, Options, build_card, find_subject
 from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_pictures import draw_all, shown

@@ -5,9 +5,9 @@ The words "lower bound" and "at least" appear only where the estimator is one.
 
 from __future__ import annotations
 
-from harness.receipt import SideIdentity
+from harness.measure.receipt import SideIdentity
+from harness.numbers import count, percent
 from harness.report.basis import Basis
-from harness.report.numbers import count, percent
 
 LANES = {
     "weights": "the decoded weights in a reference forward pass",

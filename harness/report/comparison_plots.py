@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from harness.compare.model import Comparison, Pair, RowDifference, Slice
+from harness.numbers import number
 from harness.report import style
-from harness.report.numbers import number
 from harness.report.plots import SMALLEST_DRAWN
 from harness.report.style import LIGHT, Theme, marker
 

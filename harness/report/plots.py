@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from harness.receipt import Measurement, RowSummary
+from harness.measure.receipt import Measurement, RowSummary
+from harness.numbers import number
 from harness.report import style, tables
-from harness.report.numbers import number
 from harness.report.style import LIGHT, Theme, marker
 from harness.stats import Estimate
 

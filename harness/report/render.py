@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 
-from harness.report import numbers
+from harness import numbers
 
 
 def cell(text: object) -> str:

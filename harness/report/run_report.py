@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.receipt import Interval, Measurement, load_measurement
+from harness.measure.receipt import Interval, Measurement, load_measurement
+from harness.numbers import bracket, count, estimate, number, percent, percent_bracket, signed
 from harness.report import caveats, tables
 from harness.report.basis import of_measurement
 from harness.report.bound import agreement_text, bound_lines
-from harness.report.numbers import bracket, count, estimate, number, percent, percent_bracket, signed
 from harness.report.plots import Picture, write_pictures
 from harness.report.render import render
 from harness.stats import Estimate

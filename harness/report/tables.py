@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from harness.errors import Refused
-from harness.receipt import Measurement
+from harness.measure.receipt import Measurement
 from harness.stats import Estimate, group_totals, rate_interval, t_interval, without_interval, woodruff
 from harness.types import SCORE_DTYPES
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from harness.receipt import Measurement, RowSummary
+from harness.measure.receipt import Measurement, RowSummary
+from harness.numbers import count, number, percent, with_interval
 from harness.report.bound import agreement_text, bound_lines, floor_text, repeat_text
-from harness.report.numbers import count, number, percent, with_interval
 from harness.report.run_report import rows_text, worst_rows
 
 WORST = 3

@@ -20,8 +20,7 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 from harness.errors import UsageError
-from harness.scoring.microkernel import ROWS
-from harness.scoring.packed import Packed
+from harness.scoring.packed import ROWS, Packed
 
 #: Positions sit at multiples of it in a product, so that a position's digits do not depend on which side it is on.
 GROUP = 12

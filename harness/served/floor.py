@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import IncomparableError, Refused
-from harness.receipt import Measurement, SideIdentity, load_measurement
+from harness.measure.receipt import Measurement, SideIdentity, load_measurement
 from harness.types import EngineIdentity
 
 #: What must be equal, in the identity of the server and in how it was asked.

@@ -18,7 +18,10 @@ from harness.digest import json_digest
 from harness.engines.open import NO_TOKENIZER
 from harness.environment import environment, source_digest
 from harness.errors import UsageError
-from harness.measure import (
+from harness.measure.receipt import Check, Role
+from harness.measure.result import build_measurement
+from harness.measure.rows import finished_rows, join_rows, write_row
+from harness.measure.run import (
     BYTES_PER_POSITION,
     REPORTS,
     Candidate,
@@ -30,20 +33,16 @@ from harness.measure import (
     panel_for,
     reproduction_check,
 )
+from harness.measure.teacher import TeacherModel, find_teacher, load_teacher
 from harness.progress import phase
-from harness.receipt import Check, Role
-from harness.result import build_measurement
-from harness.rows import finished_rows, join_rows, write_row
+from harness.served.checks_server import load_of
 from harness.served.connect import connect
 from harness.served.floor import Question, floor_of, require_same_weights
 from harness.served.identity import ServedWeights
 from harness.served.preflight import check_row, check_served
-from harness.served.preflight_server import load_of
-from harness.served.score import AskedIds, ask_of, score_served
+from harness.served.score import AskedIds, additions, ask_of, score_served
 from harness.served.seam import UNKNOWN, ServedEngine, ServedRow
-from harness.served.summary import additions
 from harness.store import folder_lock, require_space, write_json
-from harness.teacher import TeacherModel, find_teacher, load_teacher
 from harness.types import Panel, Row
 
 Server = Literal["vllm", "sglang"]

@@ -1,6 +1,6 @@
 """The checks before a served candidate is scored: a few requests, each check one line with its figure or a refusal.
 
-Nothing is stored and nothing is scored here; `harness.served.preflight_probe` says what is sent.
+Nothing is stored and nothing is scored here; `harness.served.probes` says what is sent.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 
 from harness.errors import EngineError, Refused
-from harness.receipt import Check
-from harness.served import preflight_answer as answers
-from harness.served import preflight_pairs as pairs
-from harness.served import preflight_server as server
-from harness.served.preflight_probe import DROPPED, KEPT, WARM, Probe
+from harness.measure.receipt import Check
+from harness.served import checks_answer as answers
+from harness.served import checks_pair as pairs
+from harness.served import checks_server as server
+from harness.served.probes import DROPPED, KEPT, WARM, Probe
 from harness.served.seam import UNKNOWN, Capabilities, ServedEngine, ServedRow
 from harness.types import Row
 

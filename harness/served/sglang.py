@@ -1,10 +1,13 @@
-"""An SGLang server over HTTP: rows through its own ``/generate``, which takes token ids and tells the top k.
+"""SGLang's answers of ``/generate`` as arrays.
 
-Its ``token_ids_logprob`` is one list for all positions of a request, so ids of our choice a position cannot be asked.
+The first token's log-probability is null and the sampled token's row is dropped, so T tokens have T - 1 numbers. The
+next token is not added to the top lists. Their flat form is a matrix in base64; whatever that cannot hold comes nested.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +15,165 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from harness.measure.preflight import check_ids
 from harness.served.address import Server, get_json
-from harness.served.http import Answer, Patience, Question, in_order
+from harness.served.http import NEW_TOKENS, Answer, Patience, Question, check_context, check_status, in_order
 from harness.served.identity import SGLANG, ServedWeights, Setting, base_name, identity, plain_dtype, settings
-from harness.served.limits import NEW_TOKENS, check_context, check_status
-from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedRow
-from harness.served.sglang_answers import read_generated
+from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedRow, best_first, clean, decode, refused
 from harness.types import EngineIdentity, Row
+
+_VERSION = "check that this is an SGLang server, and its version"
+_ASKED = "see that the server supports return_logprob with logprob_start_len 0"
+_VALUES = ("float32", "float64")
+_IDS = ("int32", "int64")
+
+
+class Token(msgspec.Struct, array_like=True, gc=False):
+    """``[log-probability, id, text]``; the text is not asked for."""
+
+    logprob: float | None
+    id: int
+
+
+class Meta(msgspec.Struct):
+    """Of ``meta_info``, what is read."""
+
+    cached_tokens: int | None = None
+    input_token_logprobs: list[Token] | None = None
+    input_top_logprobs: list[msgspec.Raw] | None = None
+    input_top_logprobs_val_flat: list[float | None] | None = None
+    input_top_logprobs_idx_flat: list[int] | None = None
+    input_top_logprobs_val_flat_b64: str | None = None
+    input_top_logprobs_idx_flat_b64: str | None = None
+    input_top_logprobs_val_flat_b64_dtype: str = "float32"
+    input_top_logprobs_idx_flat_b64_dtype: str = "int32"
+    input_top_logprobs_shape: tuple[int, int] | None = None
+    input_top_logprobs_null_prefix: int | None = None
+
+
+class Generated(msgspec.Struct):
+    meta_info: Meta
+
+
+_GENERATED = msgspec.json.Decoder(Generated)
+_POSITION = msgspec.json.Decoder(list[Token] | None)
+
+
+def read_generated(row: Row, answer: Answer, k: int) -> ServedRow:
+    """Targets and top ``k`` of a row.
+
+    Raises:
+        EngineError: other ids than the row's, other counts, no number where one must be; with row and position.
+    """
+    meta = decode(answer.content, _GENERATED, row).meta_info
+    tokens = meta.input_token_logprobs
+    if tokens is None:
+        raise refused(row, "the answer has no log-probabilities of the prompt", _ASKED)
+    ids_TK, logprobs_TK = read_top(row, meta, k)
+    echoed_T = _echoed(row, [token.id for token in tokens], ids_TK)
+    if tokens[0].logprob is not None:
+        raise refused(row, "the first token has a log-probability, and nothing predicts it", _ASKED)
+    values_T = np.array([token.logprob for token in tokens[1:]], dtype=np.float64)
+    return ServedRow(
+        index=row.index,
+        echoed_ids_T=echoed_T,
+        target_logprob_T=clean(values_T, np.ones(len(values_T), bool), row, "the next token"),
+        ids_TK=ids_TK,
+        logprobs_TK=logprobs_TK,
+        asked_TM=None,
+        cached_tokens=meta.cached_tokens,
+        wire_bytes=answer.wire_bytes,
+        seconds=answer.seconds,
+    )
+
+
+def _echoed(row: Row, told: list[int], top_TK: np.ndarray) -> np.ndarray:
+    """The ids that were run: what is told, but for the last id of the vocabulary, which SGLang reports as 0.
+
+    A 0 in place of another id is that quirk only where our id is higher than any other that the answer or the row has.
+    """
+    ours_T, told_T = np.asarray(row.ids_T, dtype=np.int64), np.asarray(told, dtype=np.int64)
+    if len(ours_T) == len(told_T):
+        last = max(int(ours_T.max()), int(top_TK.max(initial=0)))
+        told_T = np.where((told_T == 0) & (ours_T == last), last, told_T)
+    check_ids(row, told_T)
+    return told_T.astype(np.int32)
+
+
+def read_top(row: Row, meta: Meta, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """``[T - 1, k]`` ids and log-probabilities, best first, from whichever form they came in."""
+    count = len(row.ids_T) - 1
+    if k == 0:
+        return np.empty((count, 0), np.int32), np.empty((count, 0))
+    flat = _flat(row, meta)
+    ids_TW, values_TW = flat if flat else _nested(row, meta, k)
+    if ids_TW.shape[1] > k:
+        raise refused(row, f"{ids_TW.shape[1]} top ids a position, {k} were asked for", _VERSION)
+    values_TW = clean(values_TW, ids_TW >= 0, row, "a token of its list")
+    rank_TW = np.broadcast_to(np.arange(ids_TW.shape[1]), ids_TW.shape)
+    ids_TK, logprobs_TK = best_first(ids_TW, values_TW, rank_TW, k)
+    return ids_TK, logprobs_TK
+
+
+def _flat(row: Row, meta: Meta) -> tuple[np.ndarray, np.ndarray] | None:
+    """Ids and log-probabilities of the flat form; None where the answer is not in it."""
+    values: np.ndarray
+    ids: np.ndarray
+    if meta.input_top_logprobs_val_flat_b64 is not None and meta.input_top_logprobs_idx_flat_b64 is not None:
+        values = _buffer(row, meta.input_top_logprobs_val_flat_b64, meta.input_top_logprobs_val_flat_b64_dtype, _VALUES)
+        ids = _buffer(row, meta.input_top_logprobs_idx_flat_b64, meta.input_top_logprobs_idx_flat_b64_dtype, _IDS)
+    elif meta.input_top_logprobs_val_flat is not None and meta.input_top_logprobs_idx_flat is not None:
+        values = np.array(meta.input_top_logprobs_val_flat, dtype=np.float64)
+        ids = np.array(meta.input_top_logprobs_idx_flat, dtype=np.int64)
+    else:
+        return None
+    shape = _shape(row, meta, len(values))
+    if len(ids) != len(values):
+        raise refused(row, f"{len(ids)} top ids for {len(values)} log-probabilities", _VERSION)
+    return ids.reshape(shape).astype(np.int64), values.reshape(shape).astype(np.float64)
+
+
+def _shape(row: Row, meta: Meta, numbers: int) -> tuple[int, int]:
+    """``(T - 1, width)``; some versions count the empty row of the first token in the shape they tell."""
+    count, told, empty = len(row.ids_T) - 1, meta.input_top_logprobs_shape, meta.input_top_logprobs_null_prefix
+    rows, width = told or (0, 0)
+    if told is None or empty != 1 or rows not in (count, count + 1) or numbers != count * width:
+        shown = f"{numbers} top log-probabilities in the shape {told} after {empty} empty rows"
+        raise refused(row, f"{shown}, for {count} positions", _ASKED)
+    return count, width
+
+
+def _buffer(row: Row, encoded: str, dtype: str, allowed: tuple[str, ...]) -> np.ndarray:
+    """A little-endian array out of base64."""
+    if dtype not in allowed:
+        raise refused(row, f"top log-probabilities of dtype {dtype}", _VERSION)
+    try:
+        return np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.dtype(dtype).newbyteorder("<"))
+    except (ValueError, binascii.Error) as error:
+        raise refused(row, f"top log-probabilities that are no array ({error})", _VERSION) from error
+
+
+def _nested(row: Row, meta: Meta, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (-1 where unused) and log-probabilities of one list a token."""
+    lists = meta.input_top_logprobs
+    count = len(row.ids_T) - 1
+    if lists is None:
+        raise refused(row, "the answer has no top log-probabilities", _ASKED)
+    if len(lists) != count + 1 or decode(lists[0], _POSITION, row) is not None:
+        raise refused(row, f"{len(lists)} top lists for {count + 1} tokens, of which the first has none", _ASKED)
+    ids_TW, values_TW = np.full((count, k), -1, np.int64), np.full((count, k), np.nan)
+    for t, raw in enumerate(lists[1:]):
+        found = decode(raw, _POSITION, row) or []
+        if not 0 < len(found) <= k:
+            raise refused(row, f"{len(found)} top ids, {k} were asked for", _ASKED, position=t)
+        ids_TW[t, : len(found)] = [token.id for token in found]
+        values_TW[t, : len(found)] = [token.logprob for token in found]
+    return ids_TW, values_TW
+
+
+# An SGLang server over HTTP: rows through its own ``/generate``, which takes token ids and tells the top k.
+#
+# Its ``token_ids_logprob`` is one list for all positions of a request, so ids of our choice a position cannot be asked.
 
 GENERATE = "/generate"
 NO_FIXED_IDS = "token_ids_logprob is one list for a whole request, not one a position; using top_logprobs_num"

@@ -16,9 +16,19 @@ import numpy as np
 
 from harness.errors import EngineError
 from harness.served.address import Server, get_json
-from harness.served.http import Answer, Patience, Question, ask, first_words, in_order
+from harness.served.http import (
+    NEW_TOKENS,
+    Answer,
+    Patience,
+    Question,
+    ask,
+    check_cap,
+    check_context,
+    check_status,
+    first_words,
+    in_order,
+)
 from harness.served.identity import VLLM, ServedWeights, base_name, identity, look_up, plain_dtype, settings
-from harness.served.limits import NEW_TOKENS, check_cap, check_context, check_status
 from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedRow
 from harness.served.vllm_answers import read_completion, read_generated, with_targets
 from harness.types import EngineIdentity, Row

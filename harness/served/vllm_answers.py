@@ -13,10 +13,9 @@ import io
 import msgspec
 import numpy as np
 
-from harness.preflight import check_ids
-from harness.served.answers import best_first, clean, decode, refused
+from harness.measure.preflight import check_ids
 from harness.served.http import Answer
-from harness.served.seam import ServedRow
+from harness.served.seam import ServedRow, best_first, clean, decode, refused
 from harness.types import Row
 
 _POSITIONS = "see that prompt_logprobs are supported in this version, without streaming"

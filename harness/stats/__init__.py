@@ -5,32 +5,46 @@ Defaults by quantity: paired differences and rates -> `t_interval`, `rate_interv
 `compare_items`; verdicts -> `decide`.
 """
 
-from harness.stats.blocks import block_bootstrap
 from harness.stats.bootstrap import (
     METHODS,
     RESAMPLES,
     SEED,
     Method,
     ResampleMatrix,
+    block_bootstrap,
     bootstrap_interval,
     mean_kl_interval,
     resample_matrix,
 )
 from harness.stats.estimate import Estimate, without_interval
 from harness.stats.influence import (
+    Concentration,
     Totals,
+    concentration,
+    exponentiated,
     group_totals,
     log_t_interval,
+    pooled_ratio,
+    row_log_ratio,
     row_mean_interval,
     t_interval,
     totals_of_means,
 )
 from harness.stats.items import ItemComparison, compare_items, paired_difference
-from harness.stats.power import contexts_needed, detectable_difference, group_deviation
 from harness.stats.proportions import SignCount, clopper_pearson, newcombe, sign_count, two_sided_binomial, wilson
 from harness.stats.quantiles import order_quantile, quantile_is_supported, rate_interval, tail_rate, woodruff
-from harness.stats.relative import Concentration, concentration, exponentiated, pooled_ratio, row_log_ratio
-from harness.stats.tests import Decision, Verdict, decide, holm, max_t_bands, p_of_difference, p_of_equivalence
+from harness.stats.tests import (
+    Decision,
+    Verdict,
+    contexts_needed,
+    decide,
+    detectable_difference,
+    group_deviation,
+    holm,
+    max_t_bands,
+    p_of_difference,
+    p_of_equivalence,
+)
 
 __all__ = [
     "METHODS",

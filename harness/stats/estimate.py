@@ -30,7 +30,7 @@ class Estimate:
         return self.low is not None and self.high is not None
 
     def bounds(self) -> dict[str, Any] | None:
-        """The fields of `harness.receipt.Interval`, or None where there is no interval."""
+        """The fields of `harness.measure.receipt.Interval`, or None where there is no interval."""
         if not self.has_interval:
             return None
         return {name: getattr(self, name) for name in ("low", "high", "method", "confidence", "unit", "n")}

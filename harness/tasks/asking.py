@@ -1,16 +1,177 @@
-"""The model that lm-eval sees: checks every prompt, asks only what is not answered yet, and keeps each answer."""
+"""What is asked of a model, in tokens, checked whole before anything is scored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import LM, TemplateLM
 
 from harness.errors import EngineError
 from harness.progress import phase
-from harness.tasks.answers import Answers, Recorder
-from harness.tasks.prompts import Prompt, encode_prompts, refuse_long
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One context and one answer to it; ``where`` names task, document and choice, never their text."""
+
+    where: str
+    context: str
+    answer: str
+    context_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of context and answer together."""
+        return len(self.context_ids) + len(self.answer_ids)
+
+    def request(self) -> tuple[tuple[str, str], list[int], list[int]]:
+        """The form of lm-eval's ``_loglikelihood_tokens``."""
+        return (self.context, self.answer), list(self.context_ids), list(self.answer_ids)
+
+
+def encode_prompts(instances: Sequence[Any], encode: Encode, prefix_token: int | None) -> list[Prompt]:
+    """lm-eval's log-likelihood requests as tokens, split where lm-eval splits them.
+
+    Raises:
+        EngineError: an answer merges with its prompt, so that no tokens of its own follow the prompt's tokens.
+    """
+    contexts: dict[str, tuple[int, ...]] = {}
+    return [_prompt(instance, encode, prefix_token, contexts) for instance in instances]
+
+
+def _prompt(instance: Any, encode: Encode, prefix_token: int | None, contexts: dict[str, tuple[int, ...]]) -> Prompt:
+    context, answer = instance.args
+    where = f"{instance.task_name}, document {instance.doc_id}, choice {instance.idx}"
+    if not context:
+        if prefix_token is None:
+            raise EngineError(
+                f"{where} has no context and the tokenizer no BOS or EOS to stand for one", "leave it out"
+            )
+        ids = tuple(encode(answer))
+        start = 1 if ids[:1] == (prefix_token,) else 0
+        return Prompt(where=where, context=context, answer=answer, context_ids=(prefix_token,), answer_ids=ids[start:])
+    # As in lm-eval: blanks at the end of a context belong to the answer.
+    stripped = context.rstrip()
+    if stripped not in contexts:
+        contexts[stripped] = tuple(encode(stripped))
+    head = contexts[stripped]
+    whole = tuple(encode(context + answer))
+    if whole[: len(head)] != head or len(whole) == len(head):
+        raise EngineError(
+            f"{where}: the answer merges with its prompt into other tokens",
+            "this tokenizer cannot answer this task by log-likelihood; choose a task with another answer format",
+        )
+    return Prompt(where=where, context=context, answer=answer, context_ids=head, answer_ids=whole[len(head) :])
+
+
+def refuse_long(prompts: Sequence[Prompt], limit: int | None, *, extra: int = 0) -> None:
+    """Refuse, before any compute, prompts longer than the model's context: nothing is ever truncated (FAULTS A 10)."""
+    if limit is None:
+        return
+    long = [prompt for prompt in prompts if prompt.tokens + extra > limit]
+    if long:
+        longest = max(long, key=lambda prompt: prompt.tokens)
+        raise EngineError(
+            f"{len(long)} prompts do not fit a context of {limit} tokens; the longest has {longest.tokens + extra} "
+            f"({longest.where})",
+            "serve or load the model with a longer context, or ask with fewer shots",
+        )
+
+
+def prompts_digest(prompt_hashes: Sequence[tuple[str, str]]) -> str:
+    """Digest of the (prompt, target) hashes of one task, in order: what a suite's seal holds."""
+    return hashlib.sha256("".join(p + t for p, t in prompt_hashes).encode()).hexdigest()
+
+
+# Answers as they come, so that a killed run goes on at the first missing one.
+#
+# One JSON line an answer, keyed by a digest of the model, its settings and the prompt: another model's file can answer
+# nothing (FAULTS A 51), and no text of a question is in it.
+
+FILE = "answers.jsonl"
+Answer = tuple[float, bool]
+
+
+class Answers:
+    """Log-likelihoods by request, read from and appended to ``folder/answers.jsonl``.
+
+    Args:
+        key: digest of everything but the prompt that an answer depends on.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._file, self._key = folder / FILE, key
+        self._known: dict[str, Answer] = {}
+        self._read()
+
+    def _read(self) -> None:
+        """Take every whole line; what a killed process left half written is dropped."""
+        if not self._file.is_file():
+            return
+        text = self._file.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        for line in whole.splitlines():
+            entry = json.loads(line)
+            self._known[entry["request"]] = (float(entry["loglikelihood"]), bool(entry["greedy"]))
+        if whole != text:
+            self._file.write_text(whole, encoding="utf-8")
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def name(self, context: str, answer: str) -> str:
+        """Digest of model, settings and prompt."""
+        return hashlib.sha256(json.dumps([self._key, context, answer]).encode()).hexdigest()
+
+    def get(self, context: str, answer: str) -> Answer | None:
+        """The stored answer, if there is one."""
+        return self._known.get(self.name(context, answer))
+
+    def add(self, context: str, answer: str, found: Answer) -> None:
+        """Store one answer at once; one that is no number is refused."""
+        value = float(found[0])
+        if not math.isfinite(value):
+            raise EngineError(f"the model gave a log-likelihood of {value}", "check its weights and compute dtype")
+        name = self.name(context, answer)
+        if name in self._known:
+            return
+        self._known[name] = (value, bool(found[1]))
+        line = json.dumps({"request": name, "loglikelihood": value, "greedy": bool(found[1])})
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def discard(self) -> None:
+        """Remove the file once the receipt stands."""
+        self._file.unlink(missing_ok=True)
+
+
+class Recorder:
+    """lm-eval's cache hook: takes every answer as soon as a model has it."""
+
+    def __init__(self, answers: Answers, advance: Any = None) -> None:
+        self._answers, self._advance = answers, advance
+
+    def add_partial(self, attr: str, request: Iterable[Any], found: Any) -> None:
+        """Called by lm-eval's models with the request and its answer."""
+        if attr != "loglikelihood":
+            return
+        context, answer = request
+        self._answers.add(context, answer, found)
+        if self._advance is not None:
+            self._advance(1, 1)
+
+
+# The model that lm-eval sees: checks every prompt, asks only what is not answered yet, and keeps each answer.
 
 #: Runs before the first answer with lm-eval's requests and the prompts made of them; raises where the model must
 #: not be asked.

@@ -15,13 +15,12 @@ from typing import Any
 
 from harness.digest import file_digest, json_digest
 from harness.errors import IncomparableError, UsageError
-from harness.receipt import SideIdentity
+from harness.measure.receipt import SideIdentity
 from harness.store import folder_lock
+from harness.tasks.asking import prompts_digest
 from harness.tasks.items import item_rows, items_table, write_items
 from harness.tasks.pooling import Count
-from harness.tasks.prompts import prompts_digest
-from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, save_receipt
-from harness.tasks.results import group_result, leaf_result
+from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, group_result, leaf_result, save_receipt
 
 REDUCED = "lm-eval-results-reduced-v1"
 #: Stated and recomputed values may differ by this much.

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from harness.digest import json_digest
 from harness.errors import EngineError, UsageError
 from harness.tasks import local
+from harness.tasks.local import tasks_folder
 from harness.tasks.receipt import Missing
 from harness.tasks.suite import Entry, Suite
-from harness.tasks.wheel import tasks_folder
 
 #: Where the definitions of a family lie in lm_eval, and the template that all of them include.
 MMLU = ("mmlu/default", "_default_template_yaml")

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from harness.environment import environment, source_digest
 from harness.errors import Refused
-from harness.receipt import Check, SideIdentity
+from harness.measure.receipt import Check, SideIdentity
+from harness.tasks.asking import prompts_digest
 from harness.tasks.items import Truncated, item_rows, items_table, write_items
 from harness.tasks.loading import Loaded
 from harness.tasks.pooling import Count
-from harness.tasks.prompts import prompts_digest
-from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, Value, save_receipt
-from harness.tasks.results import group_result, leaf_result
+from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, Value, group_result, leaf_result, save_receipt
 from harness.tasks.suite import Entry, Suite
 
 if TYPE_CHECKING:

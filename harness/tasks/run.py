@@ -18,7 +18,7 @@ from harness.digest import file_digest, json_digest
 from harness.engines.hf import quiet_transformers
 from harness.errors import IncomparableError, Refused
 from harness.store import folder_lock, write_json
-from harness.tasks.answers import Answers
+from harness.tasks.asking import Answers
 from harness.tasks.loading import Source, find_sources, load_definitions, load_tasks, load_what_is_there
 from harness.tasks.outcome import Circumstances, build_receipt, versions
 from harness.tasks.receipt import FILE, ITEMS, Missing, TaskReceipt, load_receipt
@@ -56,8 +56,7 @@ def run_suite(request: Request) -> Result:
 
 def seal(name: str, data: Path | None) -> tuple[Path, SuiteLock]:
     """Write the seal of a suite: all prompts that its data give, hashed without a model; else its definitions."""
-    from harness.tasks.evaluating import seal_suite
-    from harness.tasks.quiet import quiet_lm_eval
+    from harness.tasks.evaluating import quiet_lm_eval, seal_suite
 
     path = find_suite(name)
     suite = load_suite(path)
@@ -106,8 +105,7 @@ def _run(
     key: str,
     answers_key: str,
 ) -> TaskReceipt:
-    from harness.tasks.evaluating import evaluate_suite
-    from harness.tasks.quiet import quiet_lm_eval
+    from harness.tasks.evaluating import evaluate_suite, quiet_lm_eval
 
     started = time.time()
     quiet_transformers()

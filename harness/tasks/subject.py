@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.digest import file_digest, json_digest
 from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import ComputeDType
-from harness.engines.local import LocalName, before_opening, open_local
 from harness.engines.models import ModelFolder, locate
-from harness.engines.open import NO_TOKENIZER, digests_of, memory_budget_of, open_engine, tokenizer_of
+from harness.engines.open import (
+    NO_TOKENIZER,
+    LocalName,
+    before_opening,
+    digests_of,
+    memory_budget_of,
+    open_engine,
+    open_local,
+    tokenizer_of,
+)
 from harness.environment import environment, source_digest
 from harness.errors import EngineError, UsageError
+from harness.measure.receipt import Check, SideIdentity
+from harness.measure.result import census_of
+from harness.measure.teacher import MODELS, read_spec
 from harness.panel.tokenizer import load_tokenizer
-from harness.receipt import Check, SideIdentity
-from harness.result import census_of
-from harness.tasks.answers import Answers
+from harness.tasks.asking import Answers
 from harness.tasks.outcome import versions
-from harness.teacher import MODELS, read_spec
 from harness.types import Engine
 
 if TYPE_CHECKING:

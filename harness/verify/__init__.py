@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import UsageError
-from harness.verify.card import verify_card
-from harness.verify.comparison import verify_comparison
-from harness.verify.outcome import Finding, Outcome, as_json
-from harness.verify.run import verify_run
-from harness.verify.tasks import verify_tasks
+from harness.verify.derived import verify_card, verify_comparison, verify_tasks
+from harness.verify.run import Finding, Outcome, as_json, verify_run
 
 __all__ = ["Finding", "Outcome", "as_json", "verify", "verify_card", "verify_comparison", "verify_run", "verify_tasks"]
 

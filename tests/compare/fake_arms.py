@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from harness.digest import file_digest, json_digest
-from harness.receipt import Measurement, PanelIdentity, RowSummary, SideIdentity, save_measurement
+from harness.measure.receipt import Measurement, PanelIdentity, RowSummary, SideIdentity, save_measurement
 from harness.store import write_table
 from harness.types import SCORE_DTYPES
 

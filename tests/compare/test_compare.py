@@ -12,9 +12,9 @@ import pytest
 from scipy import stats as scipy_stats
 
 from harness.compare import Comparison, compare, load_comparison
-from harness.compare.report import markdown, write
-from harness.compare.texts import check_is_the_panels, with_texts
 from harness.errors import IncomparableError, Refused
+from harness.report.comparison_report import markdown, write
+from harness.report.texts import check_is_the_panels, with_texts
 from harness.store import write_json
 from tests.compare.fake_arms import World
 

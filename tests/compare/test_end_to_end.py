@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from harness.compare import load_comparison
-from harness.measure import Request, measure
+from harness.measure.run import Request, measure
 
 REGISTRATION = """
 question = "Does the finer rounding lower the KL?"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from harness.compare import Comparison, compare
-from harness.compare.report import markdown
-from harness.compare.tables import arms, summary
 from harness.interop.g4 import import_files
+from harness.report.comparison_report import markdown
+from harness.report.comparison_tables import arms, summary
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference"
 pytestmark = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the published receipts are not here")

@@ -13,7 +13,7 @@ from harness.compare import compare
 from harness.compare.build import correct
 from harness.digest import file_digest
 from harness.errors import IncomparableError, Refused
-from harness.receipt import load_measurement, save_measurement
+from harness.measure.receipt import load_measurement, save_measurement
 from harness.registration import Registration
 from tests.compare.fake_arms import World, side, started
 

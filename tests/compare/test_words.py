@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.compare.model import Difference, Figure, Resolution, Signs
-from harness.compare.words import sentence
+from harness.report.words import sentence
 
 
 def difference(estimate: float, low: float | None, high: float | None, **change: object) -> Difference:

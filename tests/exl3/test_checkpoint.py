@@ -8,7 +8,7 @@ import torch
 
 from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint, has_trellis, open_checkpoint, weights_digest
-from harness.exl3.kinds import spot_of
+from harness.exl3.claims import spot_of
 from harness.exl3.tensors import Exl3Linear
 from tests.exl3.folders import packed, write
 
@@ -316,7 +316,7 @@ def test_digest_of_a_known_folder_stays(tmp_path):
 
 
 def test_digest_reads_tensors_longer_than_a_chunk(tmp_path, monkeypatch):
-    from harness.exl3 import weights
+    from harness.exl3 import headers as weights
 
     folder = write(tmp_path / "a", {"x": torch.from_numpy(np.arange(10_001, dtype=np.int16))})
     whole = weights_digest(folder)

@@ -7,7 +7,7 @@ import torch
 from harness.errors import CheckpointError
 from harness.exl3.census import take_census
 from harness.exl3.checkpoint import open_checkpoint
-from harness.exl3.rowwise import ring_states
+from harness.exl3.tensors import ring_states
 from tests.exl3 import oracle
 from tests.exl3.folders import write
 
@@ -54,7 +54,7 @@ def test_embedding_equals_the_oracle(tmp_path, bits):
 
 
 def test_rows_are_joined_over_chunks(tmp_path, monkeypatch):
-    from harness.exl3 import rowwise
+    from harness.exl3 import tensors as rowwise
 
     checkpoint = open_checkpoint(write(tmp_path / "table", embedding(7, 1, 4)))
     whole = checkpoint.table(NAME)

@@ -13,15 +13,15 @@ from pydantic import ValidationError
 
 from harness.compare import compare
 from harness.errors import EngineError, IncomparableError, PanelError
+from harness.measure.preflight import check_echo
+from harness.measure.receipt import Measurement, load_measurement, save_measurement
+from harness.measure.rows import score_row
+from harness.measure.text_size import TextSize, per_text
 from harness.panel import build_panel, load_recipe
 from harness.panel.rows import Bos, Document, check_near_duplicates, windows_of
-from harness.preflight import check_echo
-from harness.receipt import Measurement, load_measurement, save_measurement
 from harness.report import tables
 from harness.report.run_report import report_text, slope_sentence
 from harness.report.tables import load_positions
-from harness.score_row import score_row
-from harness.text_size import TextSize, per_text
 from harness.types import Logits, RowOutputs
 from tests.compare.fake_arms import World
 from tests.fault_cases import made

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from harness.compare import compare
 from harness.errors import Refused, UsageError
-from harness.receipt import load_measurement
+from harness.measure.receipt import load_measurement
 from harness.registration import Registration
 from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_tables import quality

@@ -18,11 +18,11 @@ from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder
 from harness.engines.open import open_engine
 from harness.errors import CheckpointError, EngineError, IncomparableError, PanelError, ScoreError
+from harness.measure.preflight import check_echo, check_not_degenerate
+from harness.measure.result import SAME_MODEL
 from harness.panel import build_panel, check_tokenizer, load_tokenizer, tokenizer_digest
 from harness.panel.chat import clock_at
 from harness.panel.contamination import quoted_rows
-from harness.preflight import check_echo, check_not_degenerate
-from harness.result import SAME_MODEL
 from harness.scoring import teacher_stats
 from harness.types import Hidden, Logits, Panel, RowOutputs
 from tests.compare.fake_arms import World

@@ -15,11 +15,10 @@ from harness.capture import Capture, CaptureWriter, open_capture
 from harness.digest import head_digest, ids_digest
 from harness.engines.models import ModelFolder
 from harness.environment import source_digest
+from harness.measure.receipt import Measurement
+from harness.measure.result import build_measurement, exact_scoring
+from harness.measure.rows import join_rows, score_row, write_row
 from harness.panel.seal import Lock, LockCounts, LockRow, LockTokenizer, panel_digest, write_seal
-from harness.receipt import Measurement
-from harness.result import build_measurement, exact_scoring
-from harness.rows import join_rows, write_row
-from harness.score_row import score_row
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, Row, RowOutputs, Scores, Want
 
 KEY = "k" * 64
@@ -125,7 +124,7 @@ def receipt(
     engine = SimpleNamespace(
         head=candidate_head, identity=identity(candidate_head.sha256 if candidate_head else "none", model="org/quant")
     )
-    with mock.patch("harness.result.current_source_digest", source_at_end):
+    with mock.patch("harness.measure.result.current_source_digest", source_at_end):
         return build_measurement(
             run,
             join_rows(run, whole, rows, KEY),

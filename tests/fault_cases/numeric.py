@@ -12,13 +12,13 @@ import torch
 
 from harness.capture.encode import encode_logits
 from harness.errors import CaptureError, ScoreError
-from harness.receipt import DIRECTION, load_measurement
-from harness.report.numbers import number
+from harness.measure.receipt import DIRECTION, load_measurement
+from harness.measure.summary import row_summary
+from harness.numbers import number
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
 from harness.scoring import score_hidden, score_logits, teacher_stats
 from harness.stats import group_totals
-from harness.summary import row_summary
 from harness.types import SCORE_DTYPES, Logits, Scores
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault

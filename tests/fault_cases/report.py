@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from harness.cli import app
 from harness.cli.doctor import required_packages
 from harness.compare import compare
-from harness.compare.items import compare_task_runs
-from harness.compare.report import markdown
+from harness.compare.tasks import compare_task_runs
 from harness.errors import IncomparableError
 from harness.exl3.census import take_census
 from harness.exl3.checkpoint import Checkpoint
@@ -26,6 +25,7 @@ from harness.registration import Registration, task_deviations
 from harness.report.card import Options, build_card
 from harness.report.card_sources import collect, group_runs
 from harness.report.card_tables import quality
+from harness.report.comparison_report import markdown
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
 from tests.compare.fake_arms import World, side

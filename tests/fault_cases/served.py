@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness.errors import EngineError, Refused, ScoreError
-from harness.measure import Result
+from harness.measure.run import Result
 from harness.panel import load_panel
+from harness.served.checks_server import check_alone, check_cached, check_memory, load_of
 from harness.served.connect import connect
 from harness.served.http import Answer, Patience
 from harness.served.measure import ServedRequest, measure_served
 from harness.served.preflight import check_row, check_served
-from harness.served.preflight_server import check_alone, check_cached, check_memory, load_of
 from harness.served.seam import ServedRow
 from harness.served.vllm_answers import read_completion
 from harness.types import Row

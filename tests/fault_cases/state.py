@@ -12,16 +12,16 @@ import torch
 
 from harness.capture import CaptureWriter, open_capture
 from harness.compare import compare
-from harness.compare.report import markdown
 from harness.engines.hf import TransformersEngine
 from harness.engines.toy import ToyEngine
 from harness.environment import current_source_digest, source_digest
 from harness.errors import CaptureError, IncomparableError, Refused, ScoreError
-from harness.measure import Candidate, Request, measurement_key
-from harness.preflight import check_engine, check_repeat
-from harness.rows import finished_rows, write_row
+from harness.measure.preflight import check_engine, check_repeat
+from harness.measure.rows import finished_rows, write_row
+from harness.measure.run import Candidate, Request, measurement_key
+from harness.measure.teacher import reproduce
+from harness.report.comparison_report import markdown
 from harness.scoring import score_logits, teacher_stats
-from harness.teacher import reproduce
 from harness.types import Hidden, Logits, Row
 from tests.compare.fake_arms import World, side
 from tests.fault_cases import made
@@ -247,9 +247,9 @@ def response_cache(folder: Path) -> None:
         key(stored, [row], packed=True),
         key(made.capture(folder / "d", [row], [p.flip(1)], None), [row]),
     ]
-    with mock.patch("harness.measure.environment", lambda: {"torch": "another"}):
+    with mock.patch("harness.measure.run.environment", lambda: {"torch": "another"}):
         others.append(key(stored, [row]))
-    with mock.patch("harness.measure.source_digest", lambda: "another"):
+    with mock.patch("harness.measure.run.source_digest", lambda: "another"):
         others.append(key(stored, [row]))
     assert len({base, *others}) == 1 + len(others)
     scores = score_logits(p[:2], p[:2], row.ids_T[1:])

@@ -19,10 +19,10 @@ from harness.capture.rowfile import read_array
 from harness.digest import file_digest
 from harness.errors import CaptureError, CheckpointError, PanelError, Refused, StorageError
 from harness.exl3.headers import read_header
+from harness.measure.receipt import load_measurement
 from harness.panel import build_panel, load_panel
 from harness.panel.packages import read_package
 from harness.panel.recipe import PackageSource
-from harness.receipt import load_measurement
 from harness.store import require_space, write_json, write_text
 from harness.types import Hidden, Row
 from tests.fault_cases import made

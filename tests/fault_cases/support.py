@@ -14,11 +14,11 @@ from harness.capture.encode import require_unnormed
 from harness.compare import compare
 from harness.errors import CaptureError, EngineError, IncomparableError, ScoreError
 from harness.interop.g4 import import_g4
-from harness.preflight import check_support
+from harness.measure.preflight import check_support
+from harness.measure.result import SAME_MODEL
+from harness.measure.rows import score_row
 from harness.report.basis import of_measurement
 from harness.report.caveats import how_measured
-from harness.result import SAME_MODEL
-from harness.score_row import score_row
 from harness.scoring import score_hidden, score_logits
 from harness.types import FinalNorm, Head, TopK
 from tests.compare.fake_arms import World

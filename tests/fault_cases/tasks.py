@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 
-from harness.compare.items import compare_task_runs
+from harness.compare.tasks import compare_task_runs
 from harness.errors import IncomparableError, UsageError
-from harness.receipt import SideIdentity
+from harness.measure.receipt import SideIdentity
 from harness.tasks.evaluating import first_documents
 from harness.tasks.importing import import_results
 from harness.tasks.items import SCHEMA, item_rows, items_table, write_items
 from harness.tasks.outcome import notes
 from harness.tasks.pooling import Count, plus_minus, pool
-from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, save_receipt, selection
-from harness.tasks.results import group_result, leaf_result
+from harness.tasks.receipt import (
+    SuiteIdentity,
+    TaskReceipt,
+    TaskResult,
+    group_result,
+    leaf_result,
+    save_receipt,
+    selection,
+)
 from harness.tasks.suite import Suite, load_suite
 from tests.fault_cases.entry import Fault
 from tests.fault_cases.identity import chat

@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import IncomparableError, UsageError
 from harness.interop.g4 import import_files, import_g4
-from harness.receipt import load_measurement
+from harness.measure.receipt import load_measurement
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference"
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the published receipts are not here")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from panel_helpers import TEMPLATE, make_tokenizer
+
+from tests.panel.panel_helpers import TEMPLATE, make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from panel_helpers import make_panel, words
 
 from harness.errors import UsageError
 from harness.panel import load_recipe
+from tests.panel.panel_helpers import make_panel, words
 
 SOURCE = '[[sources]]\nkind = "text"\ndomain = "a"\nrows = 1\nlicense = "none"\nfiles = ["0.txt"]\n'
 DATASET = '[[sources]]\nkind = "dataset"\ndomain = "a"\nrows = 1\nlicense = "none"\nsplit = "train"\nname = "org/set"\n'

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from panel_helpers import make_panel, words
 
 from harness.digest import ids_digest
 from harness.errors import PanelError
@@ -26,6 +25,7 @@ from harness.panel.rows import (
     windows_of,
 )
 from harness.types import Row
+from tests.panel.panel_helpers import make_panel, words
 
 NO_BOS = Bos(token_id=None, added=False)
 

@@ -16,14 +16,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from panel_helpers import make_panel, words
 
 from harness.errors import PanelError, UsageError
 from harness.panel import build_panel
-from harness.panel.extract import extract
 from harness.panel.packages import cache_folder, fetch, read_package
 from harness.panel.recipe import DatasetSource, PackageSource, TextSource
-from harness.panel.sources import read_dataset, split
+from harness.panel.sources import extract, read_dataset, split
+from tests.panel.panel_helpers import make_panel, words
 
 COMMON = {"domain": "a", "rows": 1, "license": "none"}
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from gguf import GGUFReader, GGUFWriter
-from panel_helpers import TEMPLATE, make_tokenizer
 from transformers import AutoTokenizer
 
 from harness.errors import PanelError, UsageError
 from harness.panel import load_tokenizer, tokenizer_digest, tokenizer_name
 from harness.panel.gguf_metadata import gguf_scalars
 from harness.panel.tokenizer import adds_bos, backend
+from tests.panel.panel_helpers import TEMPLATE, make_tokenizer
 
 
 def test_digest_survives_saving_padding_and_truncation(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from fake_run import make_frame, write_run
+
+from tests.report.fake_run import make_frame, write_run
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from harness import summary
 from harness.digest import file_digest, json_digest
-from harness.receipt import (
+from harness.measure import summary
+from harness.measure.receipt import (
     Check,
     Measurement,
     PanelIdentity,
@@ -18,7 +18,7 @@ from harness.receipt import (
     SideIdentity,
     save_measurement,
 )
-from harness.result import intervals
+from harness.measure.result import intervals
 from harness.store import write_table
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
 

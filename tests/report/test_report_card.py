@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_run import make_frame, side, write_run
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
@@ -25,6 +24,7 @@ from harness.report.card_sources import collect
 from harness.report.card_write import check_card, write_card
 from harness.report.plots import PICTURES
 from harness.verify import verify
+from tests.report.fake_run import make_frame, side, write_run
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference"
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the published receipts are not here")

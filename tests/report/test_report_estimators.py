@@ -8,26 +8,33 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from fake_run import log_softmax, panel_of, score, side, write_run
 from typer.testing import CliRunner
 
 from harness.cli import app
 from harness.compare import compare
 from harness.errors import IncomparableError, UsageError
-from harness.receipt import Measurement, load_measurement, save_measurement
-from harness.report.estimators import columns_of, load_runs, reference, table
-from harness.report.estimators_k import k_table, points_of
-from harness.report.estimators_write import PICTURE, estimators, write
-from harness.report.html_run import run_page
+from harness.measure.receipt import Measurement, load_measurement, save_measurement
+from harness.measure.result import Additions
+from harness.report.estimators import (
+    PICTURE,
+    columns_of,
+    estimators,
+    k_table,
+    load_runs,
+    points_of,
+    reference,
+    table,
+    write,
+)
+from harness.report.html import run_page
 from harness.report.run_report import report_text, write_report
 from harness.report.tables import load_positions
 from harness.report.terminal import measurement_table
-from harness.result import Additions
 from harness.scoring import bounds
-from harness.served.score import EXTRA_DTYPES
-from harness.served.summary import additions
+from harness.served.score import EXTRA_DTYPES, additions
 from harness.types import SCORE_DTYPES
 from harness.verify.run import verify_run
+from tests.report.fake_run import log_softmax, panel_of, score, side, write_run
 
 VOCAB, ROWS, LENGTH = 400, 16, 65
 

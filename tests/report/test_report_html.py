@@ -9,12 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fake_run import make_frame, write_run
 
 from harness.compare import compare, save_comparison
-from harness.report import html_page, style
-from harness.report.html_report import write_html
-from harness.verify.comparison import find_runs
+from harness.report import html as html_page
+from harness.report import style
+from harness.report.html import write_html
+from harness.verify.derived import find_runs
+from tests.report.fake_run import make_frame, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from harness.receipt import Interval
-from harness.report.numbers import (
+from harness.measure.receipt import Interval
+from harness.numbers import (
     bracket,
     count,
     digest,

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from fake_run import make_frame, write_run
 from matplotlib.figure import Figure
 
-from harness.receipt import Measurement
+from harness.measure.receipt import Measurement
 from harness.report import plots, style
 from harness.report.style import DARK, LIGHT
+from tests.report.fake_run import make_frame, write_run
 
 
 def texts(figure: Figure) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from fake_run import make_frame, write_run
 from scipy import stats as scipy_stats
 
 from harness.errors import Refused
 from harness.report import tables
 from harness.store import write_table
+from tests.report.fake_run import make_frame, write_run
 
 
 def test_position_deciles_equal_a_slow_computation(frame: pd.DataFrame) -> None:

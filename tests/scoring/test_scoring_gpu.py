@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from scoring_oracle import head_logits, oracle_scores
-from test_scoring_heads import HEADS, near, states
-from test_scoring_properties import assert_scores, pairs
 
 from harness.scoring import gpu, score, score_hidden, score_logits
 from harness.scoring import state as slot
+from tests.scoring.scoring_oracle import head_logits, oracle_scores
+from tests.scoring.test_scoring_heads import HEADS, near, states
+from tests.scoring.test_scoring_properties import assert_scores, pairs
 
 CPU = torch.device("cpu")
 
@@ -65,8 +65,8 @@ def test_nonfinite_and_itself() -> None:
 INTERPRETED = """
 import numpy as np, torch
 from harness.scoring import gpu, score_logits, triton_rows
-from scoring_oracle import oracle_scores
-from test_scoring_properties import assert_scores
+from tests.scoring.scoring_oracle import oracle_scores
+from tests.scoring.test_scoring_properties import assert_scores
 gpu.device = lambda: torch.device("cpu")
 gpu._triton = lambda side: True
 rng = np.random.default_rng(0)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scoring_oracle import head_logits, oracle_scores
-from test_scoring_properties import assert_scores
 
 from harness.errors import ScoreError, UsageError
 from harness.scoring import blas, blas_choice, score_hidden, score_logits, score_outputs, teacher_stats, walk
 from harness.types import FinalNorm, Head, Hidden, Logits, Scores
+from tests.scoring.scoring_oracle import head_logits, oracle_scores
+from tests.scoring.test_scoring_properties import assert_scores
 
 HIDDEN, VOCAB = 64, 2300
 

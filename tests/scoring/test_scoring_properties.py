@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scoring_oracle import mpmath_kl, oracle_scores
 
 from harness.scoring import score_logits, teacher_stats
 from harness.types import Scores
+from tests.scoring.scoring_oracle import mpmath_kl, oracle_scores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WIDTHS = [1, 2, 5, 7, 8, 15, 16, 17, 63, 64, 80, 100, 1023, 1024, 1040, 1090, 2048, 3001]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from harness.errors import EngineError, HarnessError, Refused, ScoreError
-from harness.receipt import Check
+from harness.measure.receipt import Check
+from harness.served.checks_answer import grid
+from harness.served.checks_server import check_cached, requests_at_work
 from harness.served.preflight import Finding, check_row, check_served, examine
-from harness.served.preflight_answer import grid
-from harness.served.preflight_server import check_cached, requests_at_work
 from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedRow
 from harness.types import EngineIdentity, Row
 

@@ -10,17 +10,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-from harness import summary
 from harness.capture import Capture, CaptureWriter, open_capture
 from harness.errors import CaptureError, EngineError, ScoreError
-from harness.result import intervals
-from harness.rows import row_table, scores_of
+from harness.measure import summary
+from harness.measure.result import intervals
+from harness.measure.rows import row_table, scores_of
 from harness.scoring import known, score_hidden
 from harness.scoring.known import teacher_logprobs_at, teacher_top_and_tail
 from harness.served import score as served
-from harness.served.score import AskedIds, ask_of, score_served
+from harness.served.score import AskedIds, additions, ask_of, score_served
 from harness.served.seam import ServedRow
-from harness.served.summary import additions
 from harness.types import SCORE_DTYPES, Hidden, Logits, Panel, Row, Scores, TopK
 from tests.capture.conftest import make_head, make_identity, make_panel
 

@@ -13,7 +13,7 @@ from harness.errors import EngineError
 from harness.served.connect import connect
 from harness.served.http import Answer, Patience
 from harness.served.identity import SGLANG
-from harness.served.sglang_answers import read_generated
+from harness.served.sglang import read_generated
 from harness.types import Row
 from tests.served.conftest import LENGTH, exact
 from tests.served.mock_sglang import Faults, MockSglang, Numbers, serving

@@ -22,7 +22,7 @@ import pytest
 
 from harness.errors import EngineError
 from harness.exl3.dense import decode_checkpoint
-from harness.measure import Request, Result, measure
+from harness.measure.run import Request, Result, measure
 from harness.served.measure import ServedRequest, floor_request, measure_served
 from tests.served.real_vllm import require_vllm, vllm_server
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.vllm
 def dense() -> Iterator[Path]:
     """The built-in example's candidate as a dense float32 folder."""
     require_vllm()
-    from harness.example import example_candidate
+    from harness.measure.example import example_candidate
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)

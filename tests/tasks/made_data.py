@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 
 from harness.engines.models import ModelFolder
+from harness.tasks.local import development_questions
 from harness.tasks.run import Request
-from harness.tasks.wheel import development_questions
 
 #: In every question and choice that is made here, and nowhere else.
 MARK = "zqx"

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.receipt import SideIdentity
+from harness.measure.receipt import SideIdentity
+from harness.tasks.asking import prompts_digest
 from harness.tasks.items import items_table, write_items
 from harness.tasks.pooling import Count
-from harness.tasks.prompts import prompts_digest
-from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, save_receipt
-from harness.tasks.results import group_result, leaf_result
+from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, group_result, leaf_result, save_receipt
 
 
 def sha(text: str) -> str:

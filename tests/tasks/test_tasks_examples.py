@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.compare.items import compare_task_runs
-from harness.compare.items_model import load_task_comparisons
-from harness.compare.items_tables import markdown
+from harness.compare.task_model import load_task_comparisons
+from harness.compare.tasks import compare_task_runs
 from harness.report.card import Options, build_card
 from harness.report.card_sources import collect
 from harness.report.card_tasks import load_tasks
+from harness.report.task_tables import markdown
+from harness.tasks.local import development_questions
 from harness.tasks.receipt import load_receipt
 from harness.tasks.suite import load_lock, load_suite
-from harness.tasks.wheel import development_questions
 from tests.tasks.made_data import content
 
 ROOT = Path(__file__).parents[2]

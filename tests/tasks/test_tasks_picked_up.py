@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.compare import compare
-from harness.compare.items_find import tasks_of_comparison
-from harness.compare.items_model import load_task_comparisons
+from harness.compare.task_model import load_task_comparisons
+from harness.compare.tasks import tasks_of_comparison
 from harness.digest import json_digest
 from harness.registration import Registration
 from tests.compare.fake_arms import World

@@ -13,9 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from harness.engines.hf import TransformersEngine
 from harness.engines.toy import ToyEngine
 from harness.errors import EngineError
-from harness.tasks.answers import Answers
-from harness.tasks.asking import AskingLM
-from harness.tasks.prompts import encode_prompts, refuse_long
+from harness.tasks.asking import Answers, AskingLM, encode_prompts, refuse_long
 from harness.tasks.reference_lm import CachedScorer, ReferenceLM, RowScorer, answer_of, shared_length
 from tests.tiny import text
 

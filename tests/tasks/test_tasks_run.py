@@ -13,13 +13,13 @@ import pytest
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError, IncomparableError, PanelError, Refused, UsageError
 from harness.tasks import reference_lm
-from harness.tasks.answers import Answers
+from harness.tasks.asking import Answers
 from harness.tasks.items import read_items
 from harness.tasks.loading import config_digest, find_sources, load_tasks
+from harness.tasks.local import development_questions
 from harness.tasks.receipt import selection
 from harness.tasks.run import run_suite, seal
 from harness.tasks.suite import load_suite
-from harness.tasks.wheel import development_questions
 from tests.tasks.conftest import save_tiny
 from tests.tasks.made_data import MARK, SUITE, files_with, gpqa_row, small, write_gpqa, write_mmlu, write_suite
 
@@ -78,7 +78,7 @@ def test_local_prompts_are_the_stock_ones(tmp_path: Path, monkeypatch: Any) -> N
     from lm_eval.tasks import TaskManager
 
     from harness.tasks import local
-    from harness.tasks.wheel import tasks_folder
+    from harness.tasks.local import tasks_folder
 
     data = write_mmlu(tmp_path / "data", rows=3)
     suite = load_suite(SHIPPED / "quick.toml")

@@ -1,0 +1,1 @@
+"""One measurement: panel + teacher capture + candidate engine -> positions and a receipt."""

@@ -1,0 +1,225 @@
+"""From the positions of a finished run to its receipt: summary, intervals, rows, counts, identities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from harness.capture import Capture
+from harness.capture.manifest import capture_digest
+from harness.digest import file_digest
+from harness.engines.models import ModelFolder
+from harness.engines.open import tokenizer_of
+from harness.environment import current_source_digest, environment, source_digest
+from harness.errors import Refused, ScoreError
+from harness.measure import summary
+from harness.measure.receipt import Check, Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
+from harness.measure.rows import drop_row_files, scores_of
+from harness.measure.text_size import TextSize, per_text, text_size
+from harness.panel.tokenizer import load_tokenizer
+from harness.registration import with_registration
+from harness.stats.bootstrap import mean_kl_interval
+from harness.stats.influence import group_totals, t_interval
+from harness.types import Engine, EngineIdentity, Estimator, Panel, Row, Scores
+
+#: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
+OUTSIDE = 1e-6
+SAME_MODEL = "KL is exactly 0 at every position: candidate and teacher are the same model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additions:
+    """What an estimator that is not exact adds to a receipt."""
+
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+def build_measurement(
+    folder: Path,
+    table: pa.Table,
+    *,
+    panel: Panel,
+    rows: Sequence[Row],
+    capture: Capture,
+    identity: EngineIdentity,
+    scoring: Mapping[str, Any],
+    key: str,
+    checks: list[Check],
+    name: str,
+    candidate: ModelFolder | None,
+    panel_folder: Path,
+    role: Role = "candidate",
+    notes: Sequence[str] = (),
+    estimator: Estimator = "exact",
+    more: Additions | None = None,
+) -> Measurement:
+    """Make the receipt of a run whose positions are all there, and write it last.
+
+    Args:
+        identity: of what ran the candidate.
+        scoring: how the two sides were brought together; see `exact_scoring`.
+        candidate: where the candidate's files are, to count their bits; None where only a server has them.
+        more: what the estimator says besides the numbers of every measurement.
+    """
+    scores, row_N = scores_of(table), table["row"].to_numpy()
+    more = text_additions(scores, _text_size(candidate, rows, panel), more or Additions())
+    counts = summary.counts(scores)
+    _refuse_unnormalised(counts)
+    _refuse_changed_source()
+    entries = [capture.entry(row.index) for row in rows]
+    measurement = Measurement(
+        key=key,
+        name=name,
+        role=role,
+        status=_status(counts, len(rows), len(panel.rows)),
+        estimator=estimator,
+        lane=identity.lane,
+        rows_measured=len(rows),
+        rows_planned=len(panel.rows),
+        positions=len(scores),
+        panel=panel_identity(panel),
+        teacher=_side(capture.identity, capture_sha256=capture_digest(capture.manifest.key, entries)),
+        candidate=_side(identity, **({} if role == "anchor" or candidate is None else census_of(candidate))),
+        scoring=dict(scoring),
+        summary=summary.summarise(scores, row_N, table["position"].to_numpy())
+        | _finite_only(scores, counts)
+        | dict(more.summary),
+        intervals=intervals(scores, row_N, panel) | dict(more.intervals),
+        per_row=[summary.row_summary(panel, row.index, _rows_of(scores, row_N, row.index)) for row in rows],
+        counts=counts | dict(more.counts),
+        preflight=checks,
+        environment=environment() | {"source_sha256": source_digest()},
+        positions_sha256=file_digest(folder / "positions.parquet"),
+        notes=[*notes, *_padding_notes(scores), *_same_model(counts, len(scores), role)],
+    )
+    measurement = with_registration(measurement, panel_folder)
+    save_measurement(folder, measurement)
+    drop_row_files(folder)
+    return measurement
+
+
+def text_additions(scores: Scores, size: TextSize | None, more: Additions) -> Additions:
+    """``more``, and perplexity per word and bits per byte where the size of the text is known."""
+    if size is None:
+        return more
+    per = per_text(scores.nll_teacher, scores.nll_candidate, size)
+    return replace(more, summary=dict(more.summary) | per, counts=dict(more.counts) | size.counts)
+
+
+def _text_size(candidate: ModelFolder | None, rows: Sequence[Row], panel: Panel) -> TextSize | None:
+    """Counted with the candidate's tokenizer where its files are here and it is the panel's."""
+    if candidate is None or tokenizer_of(candidate) != panel.tokenizer_sha256:
+        return None
+    return text_size(rows, load_tokenizer(candidate.folder))
+
+
+def panel_identity(panel: Panel) -> PanelIdentity:
+    """The panel as a receipt names it."""
+    return PanelIdentity(
+        name=panel.name,
+        sha256=panel.sha256,
+        recipe_sha256=panel.recipe_sha256,
+        tokenizer_sha256=panel.tokenizer_sha256,
+        unit=panel.unit,
+        rows=len(panel.rows),
+        positions=panel.positions,
+        registration_sha256=panel.registration_sha256,
+    )
+
+
+def intervals(scores: Scores, row_N: np.ndarray, panel: Panel) -> dict[str, Interval]:
+    """Intervals of the headline means over the panel's unit; none where a position is not finite."""
+    labels = np.array([row.document if panel.unit == "document" else str(row.index) for row in panel.rows])
+    group_N = labels[row_N]
+    out: dict[str, Interval] = {}
+    if np.isfinite(scores.kl).all():
+        estimates = {"kl_mean": mean_kl_interval(group_totals(scores.kl, group_N), unit=panel.unit)}
+        for name, values in (
+            ("top1_agreement", scores.agree),
+            ("tv_mean", scores.tv),
+            ("nll_difference", scores.nll_candidate - scores.nll_teacher),
+        ):
+            if np.isfinite(values).all() and (name != "top1_agreement" or summary.choice_known(scores)):
+                estimates[name] = t_interval(group_totals(values, group_N), unit=panel.unit)
+        out = {name: Interval(**bounds) for name, e in estimates.items() if (bounds := e.bounds()) is not None}
+    return out
+
+
+def _status(counts: dict[str, int], measured: int, planned: int) -> Literal["complete", "partial", "invalid"]:
+    if counts["nonfinite_positions"] > counts["infinite_kl"]:
+        return "invalid"
+    return "complete" if measured == planned else "partial"
+
+
+def _finite_only(scores: Scores, counts: dict[str, int]) -> dict[str, float]:
+    """The mean without non-finite positions and their share: beside the headline, never instead of it."""
+    if not counts["nonfinite_positions"]:
+        return {}
+    finite = np.isfinite(scores.kl)
+    mean = float(scores.kl[finite].mean()) if finite.any() else float("nan")
+    return {"kl_mean_finite": mean, "finite_share": float(finite.mean())}
+
+
+def _same_model(counts: dict[str, int], positions: int, role: Role) -> list[str]:
+    return [SAME_MODEL] if role != "floor" and counts["zero_kl"] == positions else []
+
+
+def _padding_notes(scores: Scores) -> list[str]:
+    """A side that puts probability where no softmax of ours looks: how much, at most and on average."""
+    sides = {"teacher": scores.outside_teacher, "candidate": scores.outside_candidate}
+    return [
+        f"the {side} puts probability on padding columns, at most {np.nanmax(values):.3g}, on average "
+        f"{np.nanmean(values):.3g}; both sides are normalised without them"
+        for side, values in sides.items()
+        if (values > OUTSIDE).any()
+    ]
+
+
+def _rows_of(scores: Scores, row_N: np.ndarray, row: int) -> Scores:
+    mask = row_N == row
+    return Scores(**{name: getattr(scores, name)[mask] for name in scores.__dataclass_fields__})
+
+
+def _side(identity: EngineIdentity, **extra: object) -> SideIdentity:
+    return SideIdentity.model_validate(asdict(identity) | {"settings": dict(identity.settings)} | extra)
+
+
+def census_of(candidate: ModelFolder) -> dict[str, object]:
+    """Bytes of a model's files and, where its tensors can be counted, bits per weight: as in a receipt."""
+    if candidate.folder.is_file():
+        from harness.engines.gguf_files import gguf_parts
+
+        return {"bytes": sum(part.stat().st_size for part in gguf_parts(candidate.folder))}
+    from harness.exl3.census import sizes
+
+    found = sizes(candidate.folder)
+    return {"bytes": found.bytes, "bits_per_weight": found.bits_per_weight}
+
+
+def exact_scoring(capture: Capture, engine: Engine) -> dict[str, Any]:
+    """How two full distributions are brought together: which heads, over how many tokens."""
+    own, theirs = engine.head, capture.head
+    policy = "logits" if own is None or theirs is None else "own head on each side"
+    equal = bool(own and theirs and own.sha256 == theirs.sha256)
+    return {"head_policy": policy, "heads_equal": equal, "support": theirs.vocab_size if theirs else None}
+
+
+def _refuse_unnormalised(counts: dict[str, int]) -> None:
+    bad = counts["negative_kl_beyond_rounding"]
+    if bad:
+        raise ScoreError(
+            f"KL is below -{summary.NEGATIVE_ROUNDING:g} at {bad} positions: one side is not normalised",
+            "the teacher's store is too coarse or damaged: run `fidelity teacher verify`",
+        )
+
+
+def _refuse_changed_source() -> None:
+    if current_source_digest() != source_digest():
+        raise Refused("the harness's own code was changed while it ran", "run the same command again")

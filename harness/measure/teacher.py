@@ -1,0 +1,217 @@
+"""The teacher: which model it is, its capture over a panel, and the proof that the capture is still its own."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from harness.capture import Capture, CaptureWriter, open_capture
+from harness.capture.manifest import Form
+from harness.digest import json_digest
+from harness.engines.hf import ComputeDType
+from harness.engines.models import DType, ModelFolder, locate
+from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_engine
+from harness.errors import CaptureError, UsageError
+from harness.measure.preflight import check_echo
+from harness.measure.rows import one_sided, targets_of
+from harness.progress import phase
+from harness.store import folder_lock
+from harness.types import Engine, Panel, Row, RowOutputs
+
+MODELS = Path("teachers/models")
+CAPTURES = Path("teachers/captures")
+#: Largest |change of NLL| of a re-run teacher that is still the same teacher on another build or device.
+NLL_TOLERANCE = 0.01
+_COMPARE = "compare it with teachers/smollm2-135m.toml"
+
+
+class TeacherSpec(BaseModel):
+    """teachers/<name>.toml. ``model`` is a Hub id, a folder, or ``package:NAME`` (a GGUF file in a package)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    model: str
+    revision: str | None = None
+    weights_dtype: DType = "bfloat16"
+    compute_dtype: ComputeDType = "auto"
+    capture_dtype: str = "as_computed"
+    vocab_size: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproduction:
+    """A few rows of the teacher run again and held against its capture."""
+
+    rows: tuple[int, ...]
+    positions: int
+    top1_exact: bool
+    max_nll_change: float
+
+    def line(self) -> str:
+        flips = "top1_exact_all_rows" if self.top1_exact else "top-1 differs"
+        return f"rows {list(self.rows)}: {flips}, max |change of NLL| {self.max_nll_change:.3g} nats"
+
+
+def load_teacher(argument: str | None, candidate: ModelFolder | None) -> TeacherSpec | Path:
+    """What ``--teacher`` names: a TOML file, a model, a capture folder, or what the candidate's card says."""
+    if argument is None:
+        return _from_card(candidate)
+    path = Path(argument).expanduser()
+    if path.suffix == ".toml":
+        return read_spec(path)
+    if (path / "manifest.json").is_file():
+        return path
+    return TeacherSpec(name=argument.rstrip("/").split("/")[-1].removeprefix("package:"), model=argument)
+
+
+def read_spec(path: Path) -> TeacherSpec:
+    """Parse a teacher's TOML file; an unknown key is an error."""
+    try:
+        return TeacherSpec.model_validate(tomllib.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no {path}", "see teachers/ for those that ship, or give a model id") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path.name} is not TOML: {error}", _COMPARE) from error
+    except ValidationError as error:
+        detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UsageError(f"{path.name} is not a teacher file: {detail}", _COMPARE) from error
+
+
+def _from_card(candidate: ModelFolder | None) -> TeacherSpec:
+    card = candidate.folder / "README.md" if candidate else None
+    if candidate is None or card is None or not card.is_file():
+        raise UsageError("no teacher is named, and the candidate has no model card", "give --teacher (TEACHER=...)")
+    from huggingface_hub import ModelCard
+
+    data = ModelCard.load(card).data.to_dict()
+    base = data.get("base_model")
+    base = base[0] if isinstance(base, list) and base else base
+    if not isinstance(base, str):
+        raise UsageError(f"the card of {candidate.name} names no base_model", "give --teacher (TEACHER=...)")
+    revision = data.get("base_model_revision")
+    return TeacherSpec(name=base.split("/")[-1], model=base, revision=revision and str(revision))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherModel:
+    """A teacher found on this disk, before anything of it is loaded."""
+
+    spec: TeacherSpec
+    located: ModelFolder
+    weights_sha256: str
+    tokenizer_sha256: str
+
+    def capture_key(self, panel: Panel) -> str:
+        """What a capture depends on, apart from the machine that makes it."""
+        chosen = self.spec.model_dump(include={"weights_dtype", "compute_dtype", "capture_dtype", "vocab_size"})
+        return json_digest({"weights": self.weights_sha256, "panel": panel.sha256} | chosen)
+
+    def folder(self, panel: Panel, root: Path = CAPTURES) -> Path:
+        return root / f"{self.spec.name}-{panel.name}-{self.capture_key(panel)[:8]}"
+
+
+def find_teacher(spec: TeacherSpec, panel: Panel) -> TeacherModel:
+    """Locate the teacher's files and refuse one whose tokenizer is not the panel's."""
+    located = locate(spec.model, spec.revision, cache=MODELS, weights_dtype=spec.weights_dtype)
+    weights_sha256, tokenizer_sha256 = digests_of(located)
+    if tokenizer_sha256 not in (panel.tokenizer_sha256, NO_TOKENIZER):
+        raise CaptureError(
+            f"panel {panel.name} is sealed for tokenizer {panel.tokenizer_sha256[:12]}, "
+            f"teacher {located.name} has {tokenizer_sha256[:12]}",
+            f"seal it for this teacher: fidelity panel seal panels/{panel.name} --tokenizer {spec.model}",
+        )
+    return TeacherModel(spec=spec, located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
+
+
+def ensure_capture(
+    teacher: TeacherModel,
+    panel: Panel,
+    rows: Sequence[Row],
+    *,
+    device: str | None = None,
+    memory_budget: MemoryBudget = None,
+    root: Path = CAPTURES,
+) -> tuple[Capture, Reproduction | None]:
+    """The capture of ``rows``, made where it is missing; what was there is first reproduced on two rows.
+
+    Returns:
+        The capture, and the reproduction where there was something to reproduce.
+    """
+    folder = teacher.folder(panel, root)
+    with folder_lock(folder):
+        had = open_capture(folder) if any(folder.glob("row-*.parquet")) else None
+        engine = open_engine(
+            teacher.located,
+            compute=teacher.spec.compute_dtype,
+            device=device,
+            memory_budget=memory_budget,
+            vocab_size=teacher.spec.vocab_size,
+            weights_sha256=teacher.weights_sha256,
+            tokenizer_sha256=teacher.tokenizer_sha256,
+        )
+        form: Form = "logits" if engine.head is None else "hidden"
+        again = _ends(had, panel) if had else []
+        missing = [row for row in rows if had is None or row.index not in had.rows]
+        outputs = engine.run([*again, *missing], form)
+        reproduction = _compare(had, engine, again, outputs) if had else None
+        if missing:
+            _store(folder, engine, panel, missing, outputs, teacher.spec)
+    return open_capture(folder), reproduction
+
+
+def _store(
+    folder: Path, engine: Engine, panel: Panel, rows: Sequence[Row], outputs: Iterator[RowOutputs], spec: TeacherSpec
+) -> None:
+    """Store each row as it comes. The caller holds the folder's lock."""
+    form: Form = "logits" if engine.head is None else "hidden"
+    dtype = engine.identity.compute_dtype if spec.capture_dtype == "as_computed" else spec.capture_dtype
+    with (
+        CaptureWriter(folder, engine.identity, panel, engine.head, form, dtype, lock=False) as writer,
+        phase(f"teacher {spec.name}", total=len(rows), unit="tokens") as advance,
+    ):
+        for row, out in zip(rows, outputs, strict=True):
+            check_echo(row, out)
+            stats = one_sided(out.outputs, engine.head, targets_of(row)) if form == "hidden" else None
+            writer.write_row(row, out.outputs, stats)
+            advance(1, len(row.ids_T))
+        writer.finish()
+
+
+def reproduce(capture: Capture, engine: Engine, panel: Panel) -> Reproduction:
+    """Run the first and the last captured row again: every top-1 must be equal, and the NLL nearly so."""
+    rows = _ends(capture, panel)
+    return _compare(capture, engine, rows, engine.run(rows, "hidden"))
+
+
+def _ends(capture: Capture, panel: Panel) -> list[Row]:
+    present = sorted(capture.rows)
+    return [panel.rows[index] for index in sorted({present[0], present[-1]})]
+
+
+def _compare(capture: Capture, engine: Engine, rows: Sequence[Row], outputs: Iterator[RowOutputs]) -> Reproduction:
+    """Take the outputs of ``rows`` and hold them against what is stored, or refuse."""
+    capture.require_teacher(engine.identity)
+    positions, exact, worst = 0, True, 0.0
+    with phase("teacher again", total=len(rows), unit="tokens") as advance:
+        for row in rows:
+            stored, out = capture.row(row.index), next(outputs)
+            again = one_sided(out.outputs, engine.head, targets_of(row))
+            exact &= bool(np.array_equal(again.top1, stored.top1))
+            worst = max(worst, float(np.max(np.abs(again.nll - stored.nll))))
+            positions += len(stored.nll)
+            advance(1, len(row.ids_T))
+    indices = tuple(row.index for row in rows)
+    result = Reproduction(rows=indices, positions=positions, top1_exact=exact, max_nll_change=worst)
+    if not exact or worst > NLL_TOLERANCE:
+        raise CaptureError(
+            f"the teacher does not reproduce its capture: {result.line()}",
+            "the capture is of other weights, another build or another device: delete its folder and capture again",
+        )
+    return result

@@ -1,0 +1,120 @@
+"""report.md of a comparison, and what the terminal shows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from harness.compare.model import Comparison, Pair, save_comparison
+from harness.compare.tails import tails_table
+from harness.compare.task_model import TaskComparisons, save_task_comparisons
+from harness.numbers import count
+from harness.report import comparison_tables as parts
+from harness.report import comparison_tables as tables
+from harness.report import task_tables as items_tables
+from harness.report.comparison_tables import Table
+from harness.report.render import cell
+from harness.report.words import pair_headline
+from harness.store import folder_lock, write_text
+
+FILE = "report.md"
+
+
+def write(folder: Path, comparison: Comparison, tasks: Sequence[TaskComparisons] = ()) -> Path:
+    """Write report.md, then comparison.json (and task-comparison.json); returns the report's path."""
+    with folder_lock(folder):
+        write_text(folder / FILE, "\n".join(filter(None, [markdown(comparison), items_tables.markdown(tasks)])))
+        if tasks:
+            save_task_comparisons(folder, list(tasks))
+        save_comparison(folder, comparison)
+    return folder / FILE
+
+
+def markdown(comparison: Comparison) -> str:
+    """The whole report; the same comparison gives the same text."""
+    blocks = [f"# {' against '.join(_names(comparison))}"]
+    blocks += [f"**{cell(pair_headline(comparison, pair))}**" for pair in comparison.pairs]
+    blocks += [status_text(comparison), *_bullets("Deviations from the registration", comparison.deviations)]
+    blocks += _bullets("Before reading the numbers", comparison.warnings)
+    blocks += [as_markdown(tables.summary(comparison, pair)) for pair in comparison.pairs]
+    blocks += ["\\* the primary metric. Differences are *candidate - baseline*, paired on the same positions."]
+    blocks += [as_markdown(tables.bars(comparison))] if comparison.bars else []
+    blocks += [as_markdown(tables.arms(comparison))]
+    for pair in comparison.pairs:
+        blocks += [as_markdown(table) for table in _details(comparison, pair)]
+    blocks += [as_markdown(table) for table in _positions(comparison)]
+    blocks += [*_bullets("How it was made", how(comparison))]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _names(comparison: Comparison) -> list[str]:
+    arms = [cell(arm.name) for arm in comparison.arms]
+    return [", ".join(arms[1:]), arms[0]]
+
+
+def _details(comparison: Comparison, pair: Pair) -> Iterator[Table]:
+    named = f"{pair.other} - {pair.baseline}: "
+    found = [tables.verdicts(comparison, pair), tables.resolution(comparison, pair)]
+    found += [tails_table(pair, pair.tails)] if pair.tails else []
+    found += [parts.slices(f"{comparison.kl} by domain", pair, pair.domains)] if len(pair.domains) > 1 else []
+    found += [parts.slices(f"{comparison.kl} by position in the row", pair, pair.deciles)] if pair.deciles else []
+    found += (
+        [parts.slices(f"{comparison.kl} by the teacher's largest probability", pair, pair.confidence)]
+        if pair.confidence
+        else []
+    )
+    found += [parts.rows_table(comparison, pair)]
+    for table in found:
+        yield Table(named + table.title, table.header, table.rows)
+
+
+def _positions(comparison: Comparison) -> list[Table]:
+    found = [parts.flips(comparison), parts.agreement_flips(comparison.pairs), parts.worst(comparison)]
+    return [table for table in found if table.rows]
+
+
+def as_markdown(table: Table) -> str:
+    """A GitHub table under its title."""
+    head = "| " + " | ".join(cell(h) for h in table.header) + " |"
+    rule = "|" + "|".join(["---", *["---:"] * (len(table.header) - 1)]) + "|"
+    lines = ["| " + " | ".join(cell(c) for c in row) + " |" for row in table.rows]
+    return "\n".join([f"### {cell(table.title)}", "", head, rule, *lines])
+
+
+def _bullets(title: str, lines: list[str]) -> list[str]:
+    return [f"### {title}\n\n" + "\n".join(f"- {cell(line)}" for line in lines)] if lines else []
+
+
+def status_text(comparison: Comparison) -> str:
+    """Registered, by which commit and how long before the run; or exploratory."""
+    found = comparison.registration
+    if comparison.status == "exploratory" or found is None:
+        return "Exploratory: no registration was sealed into this panel, so margins are defaults and nothing was fixed."
+    commit = f", commit `{found.commit[:12]}`" if found.commit else ", not committed to git"
+    lead = f", made {found.lead_time}" if found.lead_time else ""
+    departed = "with the deviations below" if comparison.deviations else "no deviations"
+    return f"Registered: `{found.sha256[:12]}`{commit}{lead}; {departed}."
+
+
+def how(comparison: Comparison) -> list[str]:
+    """What the numbers are and how their intervals were made."""
+    s, on, panel = comparison.settings, comparison.paired_on, comparison.panel
+    bound = " Every KL here is a lower bound." if comparison.estimator == "lower_bound" else ""
+    interval = "Student t on influence values" if s.interval == "t" else f"{s.interval} bootstrap"
+    lines = [
+        f"{comparison.direction}.{bound}",
+        f"Estimator {comparison.estimator.replace('_', ' ')}, lane {comparison.lane}.",
+        f"Panel {panel.name}, SHA-256 {panel.sha256}; {len(on.rows)} rows, {count(on.positions)} positions a side, "
+        f"compared by {'position' if on.basis == 'positions' else 'published row means'}.",
+        f"Teacher {comparison.teacher.model} at {comparison.teacher.revision or 'unknown revision'}.",
+        f"Intervals of differences: {interval} over {s.units} {s.unit}s, {s.confidence:.0%}. Beside them the expanded "
+        f"percentile bootstrap: {s.resamples} paired resamples from one matrix, seed {s.seed}.",
+        "Better or worse: the interval leaves 0. Equivalent: the 90% interval lies inside the margin. Else undecided.",
+    ]
+    if on.excluded_nonfinite:
+        lines.append(
+            f"{count(on.excluded_nonfinite)} positions are not finite in some arm; they are left out of all arms."
+        )
+    if on.rows_excluded_by_registration:
+        lines.append(f"Rows left out as registered: {', '.join(map(str, on.rows_excluded_by_registration))}.")
+    return lines

@@ -1,0 +1,170 @@
+"""Checks on what a server tells of itself: its caps, its settings, what it keeps from other requests, who else uses it.
+
+What a server does not tell is ``unproven``, never 0 and never a default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import httpx
+
+from harness.errors import EngineError
+from harness.measure.receipt import Check
+from harness.served.address import headers
+from harness.served.seam import UNKNOWN, Capabilities, ServedRow
+from harness.types import EngineIdentity, Row
+
+UNPROVEN = "unproven"
+#: Gauges of /metrics that count requests at work or in the queue.
+GAUGES = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+}
+#: Options that end a fault, by server.
+OPTIONS: dict[str, dict[str, str]] = {
+    "vllm": {
+        "k": "--max-logprobs",
+        "context": "--max-model-len",
+        "cache": "--no-enable-prefix-caching",
+        "speculative": "without --speculative-config",
+        "chunk": "--max-num-batched-tokens",
+    },
+    "sglang": {
+        "k": "a higher cap",
+        "context": "--context-length",
+        "cache": "--disable-radix-cache",
+        "speculative": "without --speculative-algorithm",
+        "chunk": "--chunked-prefill-size",
+    },
+}
+
+
+def option(software: str, what: str) -> str:
+    """The server's option for a fault, one of the keys in `OPTIONS`; the options of all where the server is unknown."""
+    known = OPTIONS.get(software.lower())
+    return known[what] if known else " / ".join(dict.fromkeys(options[what] for options in OPTIONS.values()))
+
+
+def _untold(software: str) -> str:
+    """That a server does not tell something, and what makes it tell."""
+    return "the server does not tell" + (" (VLLM_SERVER_DEV_MODE=1 makes it)" if software.lower() == "vllm" else "")
+
+
+def check_cap(told: Capabilities, k: int) -> Check:
+    """As many tokens a position as asked for: never a quiet fall back to the server's cap (FAULTS A 17)."""
+    cap, name = told.max_logprobs, "k within the server's cap"
+    if cap is None:
+        return Check(name=name, passed=True, figure=f"{k} of {UNPROVEN}", note=_untold(told.software))
+    if cap != -1 and k > cap:
+        raise EngineError(
+            f"k = {k} is more than the server's cap of {cap} log-probabilities",
+            f"start it with {option(told.software, 'k')} {k}, or ask for --k {cap}",
+        )
+    return Check(name=name, passed=True, figure=f"{k} of {'any' if cap == -1 else cap}")
+
+
+def check_context(told: Capabilities, rows: Sequence[Row]) -> Check:
+    """Every row and the one token that must be generated fit: nothing is ever cut (FAULTS A 10)."""
+    longest, name = max(len(row.ids_T) for row in rows), "rows fit the server's context"
+    if told.context is None:
+        return Check(name=name, passed=True, figure=f"{longest} + 1 of {UNPROVEN}", note="the server does not tell it")
+    too_long = [row.index for row in rows if len(row.ids_T) + 1 > told.context]
+    if too_long:
+        raise EngineError(
+            f"{len(too_long)} rows do not fit the server's context of {told.context} with the one token that it "
+            f"generates: rows {', '.join(map(str, too_long[:5]))}{', ...' if len(too_long) > 5 else ''}; the longest "
+            f"has {longest} tokens",
+            f"start it with {option(told.software, 'context')} {longest + 1} or more",
+        )
+    return Check(name=name, passed=True, figure=f"{longest} + 1 of {told.context} tokens")
+
+
+def check_speculative(identity: EngineIdentity, software: str) -> Check:
+    """Speculative decoding has reported the draft's numbers, and zeros (FAULTS A 35)."""
+    setting, name = identity.settings.get("speculative", UNKNOWN), "speculative decoding is off"
+    if setting == UNKNOWN:
+        return Check(name=name, passed=True, figure=UNPROVEN, note=f"{_untold(software)}; its NLL is checked")
+    if setting not in (None, False, "", "none", "None"):
+        raise EngineError(
+            f"the server decodes speculatively ({setting})", f"start it {option(software, 'speculative')}"
+        )
+    return Check(name=name, passed=True, figure="off")
+
+
+def check_cached(answers: Iterable[ServedRow], software: str) -> Check:
+    """No token of a row was taken from another request (FAULTS B 32, A 34).
+
+    Raises:
+        EngineError: a row with cached tokens; it is not valid and must not be stored.
+    """
+    name, told = "tokens taken from a prefix cache", 0
+    rows = list(answers)
+    for answer in rows:
+        if answer.cached_tokens:
+            raise EngineError(
+                f"row {answer.index}: the server took {answer.cached_tokens} of {len(answer.echoed_ids_T)} tokens from "
+                "its prefix cache, the row is not valid",
+                f"start it with {option(software, 'cache')}; finished rows are kept",
+            )
+        told += answer.cached_tokens is not None
+    if told < len(rows):
+        tells = " and --enable-prompt-tokens-details" if software.lower() == "vllm" else ""
+        note = f"the server does not tell; start it with {option(software, 'cache')}{tells}"
+        return Check(name=name, passed=True, figure=f"{UNPROVEN} in {len(rows) - told} of {len(rows)} rows", note=note)
+    return Check(name=name, passed=True, figure=f"0 in {len(rows)} rows")
+
+
+def check_memory(rows: Sequence[Row], vocab_size: int | None) -> Check:
+    """What log-probabilities of a whole row may take on the server, where it does not chunk them (FAULTS A 39)."""
+    positions, name = max(len(row.ids_T) for row in rows), "the server's memory for a row's log-probabilities"
+    if vocab_size is None:
+        return Check(name=name, passed=True, figure=UNPROVEN, note="the size of the vocabulary is not known")
+    figure = f"up to {positions} x {vocab_size} x 6 bytes = {positions * vocab_size * 6 / 1e9:.2f} GB"
+    return Check(name=name, passed=True, figure=figure, note="beside weights and cache; leave it free")
+
+
+def check_alone(before: int | None, after: int | None) -> Check:
+    """Whether others used the server meanwhile: their requests share its batches, no failure of a model (B 36)."""
+    name = "nobody else uses the server"
+    known = [count for count in (before, after) if count is not None]
+    if not known:
+        return Check(name=name, passed=True, figure=UNPROVEN, note="the server does not tell its load")
+    if max(known):
+        note = (
+            "contaminated: other requests share its batches; times and bits may change, measure again when it is idle"
+        )
+        return Check(name=name, passed=False, figure=f"{max(known)} other requests", note=note)
+    return Check(name=name, passed=True, figure="0 other requests before and after")
+
+
+def requests_at_work(root: str) -> int | None:
+    """Requests that a server has at work or queued, by its /metrics; None where it does not tell.
+
+    Args:
+        root: the server's address, with or without ``/v1``.
+    """
+    try:
+        answer = httpx.get(f"{root.rstrip('/').removesuffix('/v1')}/metrics", headers=headers(), timeout=10)
+    except httpx.HTTPError:
+        return None
+    if answer.status_code != 200:
+        return None
+    lines = re.findall(r"^([a-z:_]+)(?:\{[^\n]*\})? +([0-9.eE+]+)", answer.text, flags=re.MULTILINE)
+    counts = [float(value) for name, value in lines if name in GAUGES]
+    return round(sum(counts)) if counts else None
+
+
+def load_of(root: str) -> Callable[[], int | None]:
+    """`requests_at_work` of one server, to be called when none of our own are in flight."""
+    return lambda: requests_at_work(root)
+
+
+def chunk_of(identity: EngineIdentity) -> int | None:
+    """Tokens in a prefill chunk as the server tells them, or None."""
+    value: Any = identity.settings.get("chunk_tokens")
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,151 @@
+"""A comparison against the runs it was made from: compared again, value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from harness.compare import Comparison, compare, load_comparison
+from harness.errors import IncomparableError, Refused
+from harness.measure.receipt import load_measurement
+from harness.report.card import FOLDER
+from harness.report.card_write import check_card, parts_of, read_record
+from harness.tasks.items import read_items
+from harness.tasks.pooling import Count, pool
+from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt
+from harness.verify.run import Finding, Outcome, verify_run
+
+FILE = "comparison.json"
+#: What a tokenizer adds for the reader; it takes no part in any number.
+DECODED = "texts"
+
+
+def verify_comparison(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
+    """Check a comparison; its runs are found by their keys in ``runs``, in the folder, and beside it."""
+    c = load_comparison(folder)
+    outcome = Outcome(name=" against ".join(arm.name for arm in reversed(c.arms)))
+    found = find_runs(folder, runs)
+    keys = [arm.key for arm in c.arms] + [r.key for r in c.references]
+    missing = [name for name, key in zip(_names(c), keys, strict=True) if key not in found]
+    if missing:
+        outcome.unchecked.append(f"the numbers: the runs of {', '.join(missing)} are not here (name them with --run)")
+        return outcome
+    for key in dict.fromkeys(keys):
+        outcome.join(verify_run(found[key], panel=panel))
+    outcome.compare("comparison", _plain(c), _plain(_again(c, found, panel)))
+    return outcome
+
+
+def _names(c: Comparison) -> list[str]:
+    return [arm.name for arm in c.arms] + [r.name for r in c.references]
+
+
+def find_runs(folder: Path, runs: Sequence[Path]) -> dict[str, Path]:
+    """Run folders by measurement key: those named, those in ``folder``, and those beside it."""
+    home = folder if folder.is_dir() else folder.parent
+    nearby = [
+        file.parent for place in (home, home.resolve().parent) for file in sorted(place.glob("*/measurement.json"))
+    ]
+    found: dict[str, Path] = {}
+    for run in [*runs, *nearby]:
+        try:
+            measurement = load_measurement(run)
+        except Refused:
+            if run in runs:
+                raise
+            continue
+        if measurement.row_level_only or (run / "positions.parquet").is_file():
+            found.setdefault(measurement.key, run)
+    return found
+
+
+def _again(c: Comparison, found: dict[str, Path], panel: Path | None) -> Comparison:
+    floor = next((found[r.key] for r in c.references if r.kind == "floor"), None)
+    anchors = [found[r.key] for r in c.references if r.kind == "anchor"]
+    return compare([found[arm.key] for arm in c.arms], panel=panel, floor=floor, anchors=anchors)
+
+
+def _plain(c: Comparison) -> dict[str, object]:
+    """comparison.json without what depends on when and with which tokenizer it was written."""
+    record = c.model_dump()
+    for position in record["worst"]:
+        position.pop(DECODED)
+    if record["registration"]:
+        record["registration"].pop("lead_time")
+    return record
+
+
+# A tasks folder: accuracies and standard errors again from the items, groups again from their tasks.
+
+
+def verify_tasks(folder: Path) -> Outcome:
+    """Check tasks.json against items.parquet; without items, groups and errors against the counts of their tasks."""
+    receipt = load_receipt(folder)
+    outcome = Outcome(name=f"tasks of {receipt.name}")
+    try:
+        items = read_items(folder, receipt)
+    except (Refused, IncomparableError) as error:
+        outcome.findings.append(Finding(where="items.parquet", stated=receipt.items_sha256, found=error.what))
+        return outcome
+    if items is None:
+        outcome.unchecked.append("counts of the tasks: no items were published")
+    else:
+        outcome.compare("items", receipt.items, items.num_rows)
+    again = {result.name: _results_again(receipt, result, items) for result in receipt.results}
+    stated = {
+        result.name: {field: getattr(result, field) for field in again[result.name]} for result in receipt.results
+    }
+    outcome.compare("results", stated, again)
+    return outcome
+
+
+def _results_again(receipt: TaskReceipt, result: TaskResult, items: pa.Table | None) -> dict[str, float | int | None]:
+    counts = [_count(leaf, items) for leaf in receipt.leaves(result.name)]
+    pooled = pool(counts)
+    found: dict[str, float | int | None] = {
+        "n": pooled.n,
+        "correct": pooled.correct,
+        "value": pooled.accuracy,
+        "stderr": pooled.stderr if result.kind == "group" else counts[0].stderr,
+    }
+    return found | ({"macro": pooled.macro} if result.macro is not None else {})
+
+
+def _count(leaf: TaskResult, items: pa.Table | None) -> Count:
+    """Right answers of one task, under the filter of its primary metric."""
+    if items is None:
+        return Count(leaf.correct, leaf.n)
+    wanted = leaf.metric.partition(",")[2] or "none"
+    columns = (items[name].to_pylist() for name in ("task", "filter", "correct"))
+    right = [correct for task, name, correct in zip(*columns, strict=True) if task == leaf.name and name == wanted]
+    return Count(sum(right), len(right))
+
+
+# A card against the receipts beside it: rendered again, line by line; then the receipts themselves.
+
+
+def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
+    """Check README.md and everything behind it that lies in ``folder`` or is named in ``runs``."""
+    record = read_record(folder)
+    receipts, tasks = ([folder / FOLDER / name for name in names] for names in (record.receipts, record.tasks))
+    outcome = Outcome(name=f"card {folder.resolve().name}")
+    stale = check_card(parts_of(record, folder), record.options, folder, tasks=tasks)
+    for line in stale:
+        stated, found = (line[1:], "") if line.startswith("-") else ("", line[1:])
+        outcome.findings.append(Finding(where="README.md", stated=stated or "nothing", found=found or "nothing"))
+    if not stale:
+        outcome.checked.append("README.md says what the receipts beside it give")
+    nearby = [*runs, *sorted((folder / FOLDER).glob("*/"))]
+    known = [run for run in nearby if (run / "measurement.json").is_file()]
+    for receipt in receipts:
+        if (receipt / "comparison.json").is_file():
+            outcome.join(verify_comparison(receipt, runs=known, panel=panel))
+        elif (receipt / "positions.parquet").is_file():
+            outcome.join(verify_run(receipt, panel=panel))
+        else:
+            outcome.unchecked.append(f"{receipt.name}: its positions.parquet is not here")
+    for folder_of_tasks in tasks:
+        outcome.join(verify_tasks(folder_of_tasks))
+    return outcome

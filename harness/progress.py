@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +74,17 @@ def phase(title: str, *, total: int, unit: str, item: str = "row") -> Iterator[A
             progress.update(task, advance=items, units=so_far + units)
 
         yield advance
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and advice out of our one progress display; its errors still raise."""
+    import transformers.utils.logging as hf_logging
+    from huggingface_hub.utils import disable_progress_bars
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    disable_progress_bars()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -14,9 +14,23 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from harness.errors import CaptureError
+from harness.records import Strict
+
 Lane = Literal["weights", "served"]
 Estimator = Literal["exact", "lower_bound"]
 Want = Literal["hidden", "logits", "topk"]
+#: What an engine or a server does not tell of itself; never a default in its place.
+UNKNOWN = "unknown"
+
+
+class Check(Strict):
+    """One line of a preflight or a verification: its name, whether it passed, its figure, and what it means."""
+
+    name: str
+    passed: bool
+    figure: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +116,34 @@ class TopK:
 
 
 Outputs = Hidden | Logits | TopK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedRow:
+    """One row; every array has an entry per scored position (``T - 1``), the outputs too.
+
+    ``lse`` (of the logits) and ``entropy`` are None for the top-k form, ``tail_mass`` for the others. Nats throughout.
+    """
+
+    index: int
+    outputs: Outputs
+    target: np.ndarray
+    top1: np.ndarray
+    nll: np.ndarray
+    p_top1: np.ndarray
+    lse: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    tail_mass: np.ndarray | None = None
+
+    @property
+    def states_TH(self) -> torch.Tensor:
+        """Hidden states [T-1, H] of a capture of the hidden form."""
+        if not isinstance(self.outputs, Hidden):
+            raise CaptureError(
+                f"row {self.index} holds {type(self.outputs).__name__}, not hidden states",
+                "score it by the function for that form",
+            )
+        return self.outputs.states_TH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

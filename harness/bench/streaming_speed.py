@@ -9,9 +9,10 @@ import torch
 
 from harness.bench.made_up import made_up_panel
 from harness.bench.timing import Figure, extra_megabytes, interleaved, one_thread
-from harness.engines.hf import TransformersEngine, quiet_transformers
+from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder
 from harness.engines.streaming import StreamingEngine
+from harness.progress import quiet_transformers
 from harness.types import Panel
 
 VOCAB = 4096

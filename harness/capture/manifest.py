@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from harness.digest import json_digest
 from harness.errors import CaptureError
+from harness.records import Strict, first_problem
 from harness.store import write_json
 from harness.types import EngineIdentity
 
@@ -41,10 +42,6 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.float32: "float32",
 }
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class CaptureKey(Strict):
@@ -133,9 +130,7 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CaptureError(f"{folder.name}/{MANIFEST}: {where}: {first['msg']}", _AGAIN) from error
+        raise CaptureError(f"{folder.name}/{MANIFEST}: {first_problem(error)}", _AGAIN) from error
     if manifest.sha256 != capture_digest(manifest.key, manifest.rows):
         raise CaptureError(f"{folder.name}/{MANIFEST} was edited: its sha256 does not fit its rows", _AGAIN)
     return manifest

@@ -15,40 +15,12 @@ from harness.capture.manifest import Form, Manifest, RowEntry
 from harness.capture.rowfile import corrupt, read_metadata, read_row_file
 from harness.digest import file_digest
 from harness.errors import CaptureError
-from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, TopK
+from harness.types import CapturedRow, EngineIdentity, Head, Hidden, Logits, Outputs, Panel, TopK
 
 _SAME = ("target", "top1", "nll", "p_top1")
 _FULL = {name: name for name in (*_SAME, "entropy")} | {"lse": "logsumexp"}
 #: Field of `CapturedRow` -> column of the row file.
 COLUMNS = {"hidden": _FULL, "logits": _FULL, "topk": {name: name for name in (*_SAME, "tail_mass")}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedRow:
-    """One row; every array has an entry per scored position (``T - 1``), the outputs too.
-
-    ``lse`` (of the logits) and ``entropy`` are None for the top-k form, ``tail_mass`` for the others. Nats throughout.
-    """
-
-    index: int
-    outputs: Outputs
-    target: np.ndarray
-    top1: np.ndarray
-    nll: np.ndarray
-    p_top1: np.ndarray
-    lse: np.ndarray | None = None
-    entropy: np.ndarray | None = None
-    tail_mass: np.ndarray | None = None
-
-    @property
-    def states_TH(self) -> torch.Tensor:
-        """Hidden states [T-1, H] of a capture of the hidden form."""
-        if not isinstance(self.outputs, Hidden):
-            raise CaptureError(
-                f"row {self.index} holds {type(self.outputs).__name__}, not hidden states",
-                "score it by the function for that form",
-            )
-        return self.outputs.states_TH
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from harness.capture.inventory import entry_of
 from harness.capture.reader import Capture, CapturedRow
 from harness.digest import ids_digest
 from harness.errors import CaptureError
-from harness.measure.receipt import Check
 from harness.progress import phase
 from harness.scoring import teacher_stats
-from harness.types import Head, Hidden, Logits, Panel, TopK
+from harness.types import Check, Head, Hidden, Logits, Panel, TopK
 
 #: fp32 products in another order move an NLL by a few 1e-6; more than this is another number.
 NLL_TOLERANCE = 1e-4

@@ -5,29 +5,21 @@ The first arm is the baseline; every difference is *other minus baseline*.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    ValidationError,
     model_serializer,
 )
 
-from harness.errors import Refused
 from harness.measure.receipt import PanelIdentity, SideIdentity
+from harness.records import Strict, load_json
 from harness.stats import Estimate, Verdict
 from harness.store import write_receipt
 
 FILE = "comparison.json"
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Figure(Strict):
@@ -357,10 +349,4 @@ def save_comparison(folder: Path, comparison: Comparison) -> None:
 def load_comparison(path: Path) -> Comparison:
     """Read comparison.json from its folder or from the file itself."""
     file = path if path.is_file() else path / FILE
-    try:
-        return Comparison.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise Refused(f"{file.name} is not in {path.name}", "name a folder that `fidelity compare` wrote") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
-        first = str(error).splitlines()[0]
-        raise Refused(f"{path.name}: {FILE} cannot be read: {first}", "compare again") from error
+    return load_json(file, Comparison, "name a folder that `fidelity compare` wrote, or compare again")

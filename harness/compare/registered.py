@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from harness.compare.load import Arm
 from harness.compare.model import ArmResult, BarOutcome, Registered, Settings
 from harness.errors import IncomparableError, Refused
+from harness.measure.result import deviations
 from harness.panel.seal import list_seals
 from harness.registration import (
     Analysis,
     Registration,
     analysis_deviations,
     check_bars,
-    deviations,
     lead_time,
     registration_block,
 )

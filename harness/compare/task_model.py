@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, RootModel
 
 from harness.compare.model import BarOutcome, Figure
-from harness.errors import Refused
+from harness.records import Strict, load_json
 from harness.store import write_receipt
 
 FILE = "task-comparison.json"
 Verdict = Literal["better", "worse", "equivalent", "within noise"]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class ItemArm(Strict):
@@ -131,13 +126,11 @@ def save_task_comparisons(folder: Path, found: list[TaskComparisons]) -> None:
     write_receipt(folder / FILE, [comparison.model_dump() for comparison in found])
 
 
+class _File(RootModel[list[TaskComparisons]]):
+    """task-comparison.json as a whole."""
+
+
 def load_task_comparisons(path: Path) -> list[TaskComparisons]:
     """Read task-comparison.json from its folder or from the file itself."""
     file = path / FILE if path.is_dir() else path
-    try:
-        return [TaskComparisons.model_validate(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
-    except FileNotFoundError as error:
-        raise Refused(f"{FILE} is not in {path.name}", "name a folder that `fidelity compare` wrote") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, TypeError) as error:
-        first = str(error).splitlines()[0]
-        raise Refused(f"{path.name}: {FILE} cannot be read: {first}", "compare again") from error
+    return load_json(file, _File, "name a folder that `fidelity compare` wrote, or compare again").root

@@ -34,6 +34,7 @@ from harness.stats import (
     wilson,
 )
 from harness.tasks.receipt import FILE, TaskReceipt, TaskResult, load_receipt, selection
+from harness.types import UNKNOWN
 
 #: Largest difference of accuracy that does not matter, where the suite fixes none.
 MARGIN = 0.01
@@ -262,8 +263,6 @@ def _contrary(tasks: Sequence[TaskComparison]) -> list[str]:
 
 # Task runs that belong to measurements: found by the digest of the weights, beside or inside the run folders.
 
-#: What stands for weights that nobody digested.
-UNKNOWN = "unknown"
 #: How a registered bar names a task's accuracy.
 PREFIX = "tasks."
 

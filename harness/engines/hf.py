@@ -16,8 +16,9 @@ import torch
 
 from harness import __version__
 from harness.digest import head_digest
-from harness.engines.models import ModelFolder, quiet_transformers
+from harness.engines.models import ModelFolder
 from harness.errors import CheckpointError, EngineError
+from harness.progress import quiet_transformers
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Row, RowOutputs, Want
 
 ComputeDType = Literal["auto", "float32", "bfloat16", "float16"]

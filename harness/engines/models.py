@@ -6,7 +6,6 @@ Whatever it was, it ends as a plain Hugging Face folder that transformers can lo
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from typing import Literal
 import torch
 
 from harness.errors import CheckpointError, EngineError, UsageError
+from harness.progress import quiet_transformers
 
 DType = Literal["bfloat16", "float16", "float32"]
 
@@ -94,17 +94,6 @@ def package_gguf(package: str, version: str | None) -> Path:
     if len(found) != 1:
         raise EngineError(f"{package} holds {len(found)} GGUF files, not one", "name a package with one model")
     return found[0]
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' own bars and advice out of our one progress display; its errors still raise."""
-    import transformers.utils.logging as hf_logging
-    from huggingface_hub.utils import disable_progress_bars
-
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    disable_progress_bars()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 def convert_gguf(gguf: Path, folder: Path, dtype: DType) -> None:

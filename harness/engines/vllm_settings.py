@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from harness.served.seam import UNKNOWN
+from harness.types import UNKNOWN
 
 Setting = str | int | float | bool | None
 #: A value that can be shown: a number or a word, never a path.

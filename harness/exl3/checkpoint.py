@@ -137,12 +137,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.name} has no row-wise table {name}", _FETCH)
         return decode_embedding(table, self.tensor)
 
-    def mismatches(self) -> list[str]:
-        """One line for every claim of config.json that the tensors contradict."""
-        from harness.exl3.claims import mismatches
-
-        return mismatches(self)
-
     def account(self, used: Iterable[str], skipped: Mapping[str, str]) -> None:
         """Every tensor is used or skipped by a named rule, or this is an error.
 

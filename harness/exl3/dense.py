@@ -43,8 +43,8 @@ def decode_checkpoint(source: Path, target: Path, dtype: str = "float32") -> Pat
 
 def _dense_model(source: Path, dtype: torch.dtype) -> Any:
     """The model with plain parameters that transformers can save."""
-    from harness.engines.models import quiet_transformers
     from harness.exl3.hf import load_exl3
+    from harness.progress import quiet_transformers
 
     quiet_transformers()
     model = load_exl3(source, dequantize=True, dtype=dtype)

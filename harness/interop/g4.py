@@ -18,17 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.digest import json_digest
 from harness.errors import IncomparableError, UsageError
-from harness.measure.receipt import (
-    Check,
-    Interval,
-    Measurement,
-    PanelIdentity,
-    RowSummary,
-    SideIdentity,
-    save_measurement,
-)
+from harness.measure.receipt import Interval, Measurement, PanelIdentity, RowSummary, SideIdentity, save_measurement
 from harness.stats import Totals, mean_kl_interval, t_interval
 from harness.store import folder_lock
+from harness.types import Check
 
 SCHEMA = "glm53-g4-panel-served-v1"
 #: Published means may be rounded; more than this between summary and rows is another receipt's summary.

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from harness.errors import EngineError, ScoreError
-from harness.measure.receipt import Check
 from harness.measure.rows import full, one_sided
-from harness.types import Engine, Hidden, Logits, Row, RowOutputs
+from harness.types import Check, Engine, Hidden, Logits, Row, RowOutputs
 
 #: A mean NLL this close to 0 or to ln V is no language model's.
 DEGENERATE = 0.01

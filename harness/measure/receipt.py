@@ -6,14 +6,14 @@ Beside it lie ``positions.parquet`` (columns ``row``, ``position``, ``target`` a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from harness.errors import Refused
+from harness.records import Strict, load_json
 from harness.store import write_receipt
+from harness.types import Check
 
 FORMAT = "exl3-fidelity/measurement/1"
 DIRECTION = "KL(teacher||candidate) = sum_v P(v) * ln(P(v) / Q(v)), P teacher, Q candidate, nats"
@@ -23,10 +23,6 @@ PERPLEXITIES = ("ppl_token_", "ppl_word_", "ppl_byte_")
 
 #: What was measured against the teacher: a quant, a round-to-nearest version of the teacher, or the teacher itself.
 Role = Literal["candidate", "anchor", "floor"]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class PanelIdentity(Strict):
@@ -87,15 +83,6 @@ class RowSummary(Strict):
     top5_overlap: float | None = None
 
 
-class Check(Strict):
-    """One preflight line: its name, whether it passed, its figure, and what it means."""
-
-    name: str
-    passed: bool
-    figure: str
-    note: str = ""
-
-
 class Measurement(Strict):
     format: Literal["exl3-fidelity/measurement/1"] = "exl3-fidelity/measurement/1"
     key: str
@@ -147,12 +134,4 @@ def save_measurement(folder: Path, measurement: Measurement) -> None:
 def load_measurement(path: Path) -> Measurement:
     """Read measurement.json from a run folder or from the file itself."""
     file = path / "measurement.json" if path.is_dir() else path
-    try:
-        return Measurement.model_validate(json.loads(file.read_text()))
-    except FileNotFoundError as error:
-        raise Refused(
-            f"{file.name} is not in {path.name}", "name a run folder that `fidelity measure` wrote"
-        ) from error
-    except (json.JSONDecodeError, ValidationError) as error:
-        first = str(error).splitlines()[0]
-        raise Refused(f"{path.name}/measurement.json cannot be read: {first}", "measure again") from error
+    return load_json(file, Measurement, "name a run folder that `fidelity measure` wrote, or measure again")

@@ -18,14 +18,14 @@ from harness.engines.open import tokenizer_of
 from harness.environment import current_source_digest, environment, source_digest
 from harness.errors import Refused, ScoreError
 from harness.measure import summary
-from harness.measure.receipt import Check, Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
+from harness.measure.receipt import Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
 from harness.measure.rows import drop_row_files, scores_of
 from harness.measure.text_size import TextSize, per_text, text_size
 from harness.panel.tokenizer import load_tokenizer
-from harness.registration import with_registration
+from harness.registration import Registration, registration_block
 from harness.stats.bootstrap import mean_kl_interval
 from harness.stats.influence import group_totals, t_interval
-from harness.types import Engine, EngineIdentity, Estimator, Panel, Row, Scores
+from harness.types import Check, Engine, EngineIdentity, Estimator, Panel, Row, Scores
 
 #: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
 OUTSIDE = 1e-6
@@ -223,3 +223,36 @@ def _refuse_unnormalised(counts: dict[str, int]) -> None:
 def _refuse_changed_source() -> None:
     if current_source_digest() != source_digest():
         raise Refused("the harness's own code was changed while it ran", "run the same command again")
+
+
+def with_registration(measurement: Measurement, folder: Path) -> Measurement:
+    """The measurement with what its panel's sealed registration says, and how it departs from it."""
+    block = registration_block(folder)
+    if block is None:
+        return measurement
+    departed = deviations(Registration.model_validate(block["content"]), measurement)
+    return measurement.model_copy(update={"registration": block | {"deviations": departed}})
+
+
+def deviations(registration: Registration, measurement: Measurement) -> list[str]:
+    """How one measurement departs from the registration; empty when it does not."""
+    found = _digest_deviation(registration, measurement)
+    planned = registration.rows or measurement.rows_planned
+    expected = planned - len({e.row for e in registration.exclusions if e.row < planned})
+    measured = {row.row for row in measurement.per_row}
+    if measurement.rows_measured < expected:
+        found.append(f"{measurement.rows_measured} rows measured, {expected} registered")
+    excluded = sorted(measured & {e.row for e in registration.exclusions})
+    if excluded:
+        found.append(f"rows {', '.join(map(str, excluded))} were registered as excluded, and are in the summary")
+    if registration.unit and registration.unit != measurement.panel.unit:
+        found.append(f"intervals resample {measurement.panel.unit}s, registered is {registration.unit}s")
+    return found
+
+
+def _digest_deviation(registration: Registration, measurement: Measurement) -> list[str]:
+    carried = measurement.panel.registration_sha256
+    if carried == registration.sha256:
+        return []
+    said = f"registration {carried[:12]}" if carried else "no registration"
+    return [f"measured under {said}, not under {registration.sha256[:12]}"]

@@ -30,14 +30,14 @@ from harness.engines.open import (
 from harness.environment import environment, source_digest
 from harness.errors import IncomparableError, Refused, UsageError
 from harness.measure.preflight import check_echo, check_probes, check_support, probes_of
-from harness.measure.receipt import Check, Measurement, Role, load_measurement
+from harness.measure.receipt import Measurement, Role, load_measurement
 from harness.measure.result import build_measurement, exact_scoring
 from harness.measure.rows import finished_rows, join_rows, score_row, write_row
 from harness.measure.teacher import MODELS, Reproduction, TeacherModel, ensure_capture, find_teacher, load_teacher
 from harness.panel import ensure_built
 from harness.progress import phase
 from harness.store import folder_lock, require_space, write_json
-from harness.types import Engine, Panel, Row
+from harness.types import Check, Engine, Panel, Row
 
 #: What runs the candidate in this process: our own reference, or an engine that people deploy.
 EngineName = Literal["reference"] | LocalName

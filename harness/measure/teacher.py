@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.capture import Capture, CaptureWriter, open_capture
 from harness.capture.manifest import Form
@@ -20,6 +18,7 @@ from harness.errors import CaptureError, UsageError
 from harness.measure.preflight import check_echo
 from harness.measure.rows import one_sided, targets_of
 from harness.progress import phase
+from harness.records import Strict, load_toml
 from harness.store import folder_lock
 from harness.types import Engine, Panel, Row, RowOutputs
 
@@ -30,10 +29,8 @@ NLL_TOLERANCE = 0.01
 _COMPARE = "compare it with teachers/smollm2-135m.toml"
 
 
-class TeacherSpec(BaseModel):
+class TeacherSpec(Strict):
     """teachers/<name>.toml. ``model`` is a Hub id, a folder, or ``package:NAME`` (a GGUF file in a package)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     model: str
@@ -73,15 +70,7 @@ def load_teacher(argument: str | None, candidate: ModelFolder | None) -> Teacher
 
 def read_spec(path: Path) -> TeacherSpec:
     """Parse a teacher's TOML file; an unknown key is an error."""
-    try:
-        return TeacherSpec.model_validate(tomllib.loads(path.read_text()))
-    except FileNotFoundError as error:
-        raise UsageError(f"there is no {path}", "see teachers/ for those that ship, or give a model id") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path.name} is not TOML: {error}", _COMPARE) from error
-    except ValidationError as error:
-        detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UsageError(f"{path.name} is not a teacher file: {detail}", _COMPARE) from error
+    return load_toml(path, TeacherSpec, _COMPARE, UsageError)
 
 
 def _from_card(candidate: ModelFolder | None) -> TeacherSpec:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from harness.digest import json_digest
 from harness.errors import UsageError
+from harness.records import Strict, load_toml
 
 RECIPE_FILE = "panel.toml"
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Newlines = Literal["reject", "normalise"]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Source(Strict):
@@ -222,21 +218,6 @@ def load_recipe(folder: Path) -> Recipe:
         UsageError: there is none, it is not TOML, a key is unknown or a value is impossible.
     """
     file = folder / RECIPE_FILE
-    try:
-        return Recipe.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder} is not a panel: it has no {RECIPE_FILE}", "name a folder under panels/") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{folder.name}/{RECIPE_FILE} is not UTF-8: {error}", "save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{folder.name}/{RECIPE_FILE} is not TOML: {error}", "correct that line") from error
-    except ValidationError as error:
-        raise UsageError(f"{folder.name}/{RECIPE_FILE}: {_first_problem(error)}", "correct that key") from error
-
-
-def _first_problem(error: ValidationError) -> str:
-    problems = error.errors()
-    first = problems[0]
-    where = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{where}: {first['msg']}{more}" if where else f"{first['msg']}{more}"
+    if not file.is_file():
+        raise UsageError(f"{folder} is not a panel: it has no {RECIPE_FILE}", "name a folder under panels/")
+    return load_toml(file, Recipe, "correct it; see panels/example/panel.toml", UsageError)

@@ -5,7 +5,6 @@ The default seal lies in the panel's folder; seals for other tokenizers lie in `
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from harness.digest import ids_digest, json_digest
 from harness.errors import PanelError, UsageError
 from harness.panel.recipe import load_recipe
+from harness.records import Strict, load_json
 from harness.store import write_json, write_table
 from harness.types import Panel, Row
 
@@ -34,10 +34,6 @@ ROWS_SCHEMA = pa.schema(
         pa.field("ids", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
     )
 )
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class LockTokenizer(Strict):
@@ -200,11 +196,7 @@ def list_seals(path: Path) -> list[tuple[Path, Lock]]:
 
 
 def read_lock(folder: Path) -> Lock:
-    try:
-        return Lock.model_validate(json.loads((folder / LOCK_FILE).read_text(encoding="utf-8")))
-    except (UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
-        problem = str(error).splitlines()[0]
-        raise PanelError(f"{folder.name}/{LOCK_FILE} cannot be read: {problem}", "restore it from git") from error
+    return load_json(folder / LOCK_FILE, Lock, "restore it from git", PanelError)
 
 
 def read_rows(folder: Path, panel: Path) -> list[Row]:

@@ -5,7 +5,6 @@ from harness.registration.deviations import (
     BarResult,
     analysis_deviations,
     check_bars,
-    deviations,
     excluded_rows,
     task_deviations,
 )
@@ -17,7 +16,6 @@ from harness.registration.seal import (
     register,
     registration_block,
     sealed_registration,
-    with_registration,
 )
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "Task",
     "analysis_deviations",
     "check_bars",
-    "deviations",
     "excluded_rows",
     "lead_time",
     "load_registration",
@@ -40,5 +37,4 @@ __all__ = [
     "registration_block",
     "sealed_registration",
     "task_deviations",
-    "with_registration",
 ]

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.measure.receipt import Measurement
 from harness.registration.model import Registration
 
 RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
@@ -38,30 +37,6 @@ class BarResult:
     value: float | None
     threshold: float | None
     met: bool | None
-
-
-def deviations(registration: Registration, measurement: Measurement) -> list[str]:
-    """How one measurement departs from the registration; empty when it does not."""
-    found = _digest_deviation(registration, measurement)
-    planned = registration.rows or measurement.rows_planned
-    expected = planned - len({e.row for e in registration.exclusions if e.row < planned})
-    measured = {row.row for row in measurement.per_row}
-    if measurement.rows_measured < expected:
-        found.append(f"{measurement.rows_measured} rows measured, {expected} registered")
-    excluded = sorted(measured & {e.row for e in registration.exclusions})
-    if excluded:
-        found.append(f"rows {', '.join(map(str, excluded))} were registered as excluded, and are in the summary")
-    if registration.unit and registration.unit != measurement.panel.unit:
-        found.append(f"intervals resample {measurement.panel.unit}s, registered is {registration.unit}s")
-    return found
-
-
-def _digest_deviation(registration: Registration, measurement: Measurement) -> list[str]:
-    carried = measurement.panel.registration_sha256
-    if carried == registration.sha256:
-        return []
-    said = f"registration {carried[:12]}" if carried else "no registration"
-    return [f"measured under {said}, not under {registration.sha256[:12]}"]
 
 
 def analysis_deviations(registration: Registration, made: Analysis) -> list[str]:

@@ -22,14 +22,14 @@ A small one::
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from harness.digest import json_digest
 from harness.errors import UsageError
+from harness.records import Strict, load_toml
 from harness.stats import RESAMPLES, SEED
 
 FILE = "registration.toml"
@@ -48,10 +48,6 @@ PairedName = Literal[
 ]
 MarginKind = Literal["absolute", "relative"]
 Interval = Literal["t", "percentile", "expanded percentile", "basic", "bca", "bootstrap-t"]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Endpoint(Strict):
@@ -150,20 +146,4 @@ def load_registration(folder: Path) -> Registration | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    where = f"{folder.name}/{FILE}"
-    try:
-        return Registration.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8: {error}", "save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{where} is not TOML: {error}", "correct that line") from error
-    except ValidationError as error:
-        raise UsageError(f"{where}: {first_problem(error)}", "correct that key") from error
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first complaint of pydantic in one line, with its place and how many follow."""
-    problems = error.errors()
-    where = ".".join(str(part) for part in problems[0]["loc"])
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{where}: {problems[0]['msg']}{more}" if where else f"{problems[0]['msg']}{more}"
+    return load_toml(file, Registration, "correct it; panels/README.md shows one", UsageError)

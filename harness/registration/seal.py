@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import PanelError, UsageError
-from harness.measure.receipt import Measurement
 from harness.panel.seal import LOCK_FILE, find_seal, list_seals
-from harness.registration.deviations import deviations
 from harness.registration.model import FILE, Registration, load_registration
 from harness.store import folder_lock, write_json
 
@@ -86,15 +84,6 @@ def sealed_registration(folder: Path) -> Registration | None:
             f"restore {FILE} from git, or register anew: fidelity panel register {folder} --replace",
         )
     return registration
-
-
-def with_registration(measurement: Measurement, folder: Path) -> Measurement:
-    """The measurement with what its panel's sealed registration says, and how it departs from it."""
-    block = registration_block(folder)
-    if block is None:
-        return measurement
-    departed = deviations(Registration.model_validate(block["content"]), measurement)
-    return measurement.model_copy(update={"registration": block | {"deviations": departed}})
 
 
 def registration_block(folder: Path) -> dict[str, Any] | None:

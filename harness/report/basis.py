@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.compare.model import Comparison
-from harness.measure.receipt import Check, Measurement, PanelIdentity, SideIdentity
+from harness.measure.receipt import Measurement, PanelIdentity, SideIdentity
+from harness.measure.result import deviations
 from harness.numbers import number, percent, with_interval
-from harness.registration import Registration, deviations, lead_time
+from harness.registration import Registration, lead_time
 from harness.report.bound import floor_text, known_tokens, repeat_text
+from harness.types import Check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

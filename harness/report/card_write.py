@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from harness.compare import save_comparison
 from harness.errors import UsageError
 from harness.interop.g4 import slug
 from harness.measure.receipt import load_measurement
+from harness.records import Strict, load_json
 from harness.report.card import FOLDER, Card, Options, build_card, find_subject
 from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_pictures import draw_all, shown
@@ -28,10 +26,8 @@ README = "README.md"
 RECORD = f"{FOLDER}/card.json"
 
 
-class Record(BaseModel):
+class Record(Strict):
     """card.json: the folders of the receipts beside it, in order, and the options that the card was made with."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     format: Literal["exl3-fidelity/card/1"] = "exl3-fidelity/card/1"
     receipts: list[str]
@@ -104,13 +100,7 @@ def _text(readme: Path) -> str | None:
 
 def read_record(folder: Path) -> Record:
     """The record of a card that lies in ``folder``."""
-    file = folder / RECORD
-    try:
-        return Record.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder.name} has no {RECORD}", "name a folder that `fidelity card` wrote") from error
-    except (json.JSONDecodeError, ValidationError) as error:
-        raise UsageError(f"{RECORD} cannot be read: {str(error).splitlines()[0]}", "write the card again") from error
+    return load_json(folder / RECORD, Record, "name a folder that `fidelity card` wrote, or write it again", UsageError)
 
 
 def parts_of(record: Record, folder: Path) -> list[Part]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,10 +21,7 @@ from harness.scoring import gpu
 from harness.scoring.blas import GROUP, blas_choice, single_threaded
 from harness.scoring.sides import HeadStrip, normed
 from harness.scoring.walk import STRIP_BYTES, Source, default_threads
-from harness.types import Head, Hidden, Logits, TopK
-
-if TYPE_CHECKING:
-    from harness.capture import CapturedRow
+from harness.types import CapturedRow, Head, Hidden, Logits, TopK
 
 #: Rows of the head that are gathered at a time for chosen ids.
 GATHERED = 8192

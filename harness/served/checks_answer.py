@@ -9,9 +9,8 @@ import numpy as np
 
 from harness.errors import EngineError, ScoreError
 from harness.measure.preflight import check_alignment, check_ids, check_not_degenerate
-from harness.measure.receipt import Check
 from harness.served.seam import ServedRow
-from harness.types import Row
+from harness.types import Check, Row
 
 #: Most that probabilities may add up to above 1, and how far from 1 where the whole vocabulary is there.
 MASS_TOLERANCE = 1e-4

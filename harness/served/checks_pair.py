@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.errors import EngineError
-from harness.measure.receipt import Check
 from harness.served.checks_answer import TOLERANCE
 from harness.served.seam import ServedRow
+from harness.types import Check
 
 #: No KL that is printed is moved by so many nats at a position.
 QUIET = 1e-3

@@ -12,10 +12,9 @@ from typing import Any
 import httpx
 
 from harness.errors import EngineError
-from harness.measure.receipt import Check
 from harness.served.address import headers
-from harness.served.seam import UNKNOWN, Capabilities, ServedRow
-from harness.types import EngineIdentity, Row
+from harness.served.seam import Capabilities, ServedRow
+from harness.types import UNKNOWN, Check, EngineIdentity, Row
 
 UNPROVEN = "unproven"
 #: Gauges of /metrics that count requests at work or in the queue.

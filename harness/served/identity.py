@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.served.seam import UNKNOWN
-from harness.types import EngineIdentity
+from harness.types import UNKNOWN, EngineIdentity
 
 Setting = str | int | float | bool | None
 

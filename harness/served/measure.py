@@ -18,7 +18,7 @@ from harness.digest import json_digest
 from harness.engines.open import NO_TOKENIZER
 from harness.environment import environment, source_digest
 from harness.errors import UsageError
-from harness.measure.receipt import Check, Role
+from harness.measure.receipt import Role
 from harness.measure.result import build_measurement
 from harness.measure.rows import finished_rows, join_rows, write_row
 from harness.measure.run import (
@@ -41,9 +41,9 @@ from harness.served.floor import Question, floor_of, require_same_weights
 from harness.served.identity import ServedWeights
 from harness.served.preflight import check_row, check_served
 from harness.served.score import AskedIds, additions, ask_of, score_served
-from harness.served.seam import UNKNOWN, ServedEngine, ServedRow
+from harness.served.seam import ServedEngine, ServedRow
 from harness.store import folder_lock, require_space, write_json
-from harness.types import Panel, Row
+from harness.types import UNKNOWN, Check, Panel, Row
 
 Server = Literal["vllm", "sglang"]
 #: Top tokens a position that are asked for where the user does not say.

@@ -12,13 +12,12 @@ from functools import partial
 import numpy as np
 
 from harness.errors import EngineError, Refused
-from harness.measure.receipt import Check
 from harness.served import checks_answer as answers
 from harness.served import checks_pair as pairs
 from harness.served import checks_server as server
 from harness.served.probes import DROPPED, KEPT, WARM, Probe
-from harness.served.seam import UNKNOWN, Capabilities, ServedEngine, ServedRow
-from harness.types import Row
+from harness.served.seam import Capabilities, ServedEngine, ServedRow
+from harness.types import UNKNOWN, Check, Row
 
 #: Requests of others at work on a server, when none of ours are; None where it does not tell.
 Load = Callable[[], int | None]

@@ -17,9 +17,6 @@ import numpy as np
 from harness.errors import EngineError
 from harness.types import EngineIdentity, Row
 
-#: What stands in an identity for something that a server does not tell.
-UNKNOWN = "unknown"
-
 #: Ids to be scored at each position of a row: int32 ``[T - 1, M]``, -1 where a slot is unused.
 Ask = Callable[[Row], np.ndarray]
 

@@ -19,8 +19,8 @@ from harness.measure.preflight import check_ids
 from harness.served.address import Server, get_json
 from harness.served.http import NEW_TOKENS, Answer, Patience, Question, check_context, check_status, in_order
 from harness.served.identity import SGLANG, ServedWeights, Setting, base_name, identity, plain_dtype, settings
-from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedRow, best_first, clean, decode, refused
-from harness.types import EngineIdentity, Row
+from harness.served.seam import Ask, Capabilities, ServedRow, best_first, clean, decode, refused
+from harness.types import UNKNOWN, EngineIdentity, Row
 
 _VERSION = "check that this is an SGLang server, and its version"
 _ASKED = "see that the server supports return_logprob with logprob_start_len 0"

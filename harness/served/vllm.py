@@ -29,9 +29,9 @@ from harness.served.http import (
     in_order,
 )
 from harness.served.identity import VLLM, ServedWeights, base_name, identity, look_up, plain_dtype, settings
-from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedRow
+from harness.served.seam import Ask, Capabilities, ServedRow
 from harness.served.vllm_answers import read_completion, read_generated, with_targets
-from harness.types import EngineIdentity, Row
+from harness.types import UNKNOWN, EngineIdentity, Row
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"

@@ -21,11 +21,11 @@ from harness.tasks.asking import prompts_digest
 from harness.tasks.items import item_rows, items_table, write_items
 from harness.tasks.pooling import Count
 from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, group_result, leaf_result, save_receipt
+from harness.types import UNKNOWN
 
 REDUCED = "lm-eval-results-reduced-v1"
 #: Stated and recomputed values may differ by this much.
 TOLERANCE = 1e-9
-UNKNOWN = "unknown"
 
 
 @dataclass(slots=True)

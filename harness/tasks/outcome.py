@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from harness.environment import environment, source_digest
 from harness.errors import Refused
-from harness.measure.receipt import Check, SideIdentity
+from harness.measure.receipt import SideIdentity
 from harness.tasks.asking import prompts_digest
 from harness.tasks.items import Truncated, item_rows, items_table, write_items
 from harness.tasks.loading import Loaded
 from harness.tasks.pooling import Count
 from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, Value, group_result, leaf_result, save_receipt
 from harness.tasks.suite import Entry, Suite
+from harness.types import Check
 
 if TYPE_CHECKING:
     from harness.tasks.asking import AskingLM

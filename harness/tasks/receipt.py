@@ -5,25 +5,21 @@ Beside it lies items.parquet, one line an item (`harness.tasks.items.SCHEMA`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from harness.digest import json_digest
-from harness.errors import Refused
-from harness.measure.receipt import Check, SideIdentity
+from harness.measure.receipt import SideIdentity
+from harness.records import Strict, load_json
 from harness.store import write_receipt
 from harness.tasks.pooling import Count, plus_minus, pool
+from harness.types import Check
 
 FILE = "tasks.json"
 ITEMS = "items.parquet"
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class SuiteIdentity(Strict):
@@ -159,13 +155,7 @@ def save_receipt(folder: Path, receipt: TaskReceipt) -> None:
 def load_receipt(path: Path) -> TaskReceipt:
     """Read tasks.json from its folder or from the file itself."""
     file = path / FILE if path.is_dir() else path
-    try:
-        return TaskReceipt.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise Refused(f"{FILE} is not in {path.name}", "name a folder that `fidelity tasks` wrote") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
-        first = str(error).splitlines()[0]
-        raise Refused(f"{path.name}: {FILE} cannot be read: {first}", "run the tasks again") from error
+    return load_json(file, TaskReceipt, "name a folder that `fidelity tasks` wrote, or run the tasks again")
 
 
 # From counts to the results of tasks and groups.

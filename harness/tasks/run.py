@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.digest import file_digest, json_digest
-from harness.engines.hf import quiet_transformers
 from harness.errors import IncomparableError, Refused
+from harness.progress import quiet_transformers
 from harness.store import folder_lock, write_json
 from harness.tasks.asking import Answers
 from harness.tasks.loading import Source, find_sources, load_definitions, load_tasks, load_what_is_there

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 
 from harness.errors import EngineError
-from harness.measure.receipt import Check
 from harness.served.address import Server, headers, json_of
 from harness.tasks.asking import Prompt
+from harness.types import Check
 
 #: Largest change of a repeated answer, in nats, that is still the same model.
 REPEAT_TOLERANCE = 0.5

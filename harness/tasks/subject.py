@@ -23,13 +23,13 @@ from harness.engines.open import (
 )
 from harness.environment import environment, source_digest
 from harness.errors import EngineError, UsageError
-from harness.measure.receipt import Check, SideIdentity
+from harness.measure.receipt import SideIdentity
 from harness.measure.result import census_of
 from harness.measure.teacher import MODELS, read_spec
 from harness.panel.tokenizer import load_tokenizer
 from harness.tasks.asking import Answers
 from harness.tasks.outcome import versions
-from harness.types import Engine
+from harness.types import UNKNOWN, Check, Engine
 
 if TYPE_CHECKING:
     from harness.served.address import Server
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 #: What runs the candidate in this process: our own reference, or an engine that people deploy.
 EngineName = Literal["reference"] | LocalName
-UNKNOWN = "unknown"
 #: Longest prompt, in tokens, that an engine is opened for which fixes its buffers then; longer ones are refused.
 ROW_TOKENS = 4096
 

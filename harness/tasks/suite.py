@@ -17,23 +17,17 @@ the data could be had, that of every prompt and target; a run that asks otherwis
 
 from __future__ import annotations
 
-import json
-import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from harness.digest import json_digest
 from harness.errors import PanelError, UsageError
-from harness.registration.model import first_problem
+from harness.records import Strict, load_json, load_toml
 from harness.store import write_json
 
 SUITES = Path("panels/suites")
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Seeds(Strict):
@@ -137,14 +131,7 @@ def load_suite(path: Path) -> Suite:
     Raises:
         UsageError: it is not TOML, a key is unknown or a value is impossible.
     """
-    try:
-        return Suite.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise UsageError(f"there is no {path.name}", f"see {SUITES}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path.name} is not TOML: {error}", "correct that line") from error
-    except ValidationError as error:
-        raise UsageError(f"{path.name}: {first_problem(error)}", "correct that key") from error
+    return load_toml(path, Suite, f"correct it, or use one of {SUITES}", UsageError)
 
 
 def lock_path(suite: Path) -> Path:
@@ -162,10 +149,7 @@ def load_lock(path: Path, suite: Suite) -> SuiteLock | None:
     if not file.is_file():
         return None
     again = f"restore {path.name} from git, or seal it anew: fidelity tasks --suite {suite.name} --seal"
-    try:
-        lock = SuiteLock.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, ValidationError) as error:
-        raise PanelError(f"{file.name} cannot be read: {str(error).splitlines()[0]}", again) from error
+    lock = load_json(file, SuiteLock, again, PanelError)
     if lock.suite_sha256 != suite.sha256:
         raise PanelError(f"{path.name} is not the suite that was sealed ({lock.suite_sha256[:12]})", again)
     return lock

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from harness.cli import app, main
 from harness.exl3.census import sizes, take_census
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
+from harness.exl3.claims import mismatches
 from harness.exl3.headers import TensorHeader
 from tests.exl3.folders import packed, write
 
@@ -79,7 +80,7 @@ def test_12l_known_answer(twelve):
 
 def test_a_layer_that_config_forgets_is_a_line_for_every_projection():
     wrong = {**CLAIMS_12L, "layer_bits": {k: v for k, v in CLAIMS_12L["layer_bits"].items() if k != "24"}}
-    assert glm_12l(wrong).mismatches() == [
+    assert mismatches(glm_12l(wrong)) == [
         f"layer 24 {leaf}: config says K=2, 288 tensors are K=3" for leaf in ("down_proj", "gate_proj", "up_proj")
     ]
 
@@ -98,7 +99,7 @@ def test_a_single_tensor_is_named():
     checkpoint = dense({0: 2, 1: 2}, {"bits": 2, "layer_bits": {}})
     odd = headers("model.layers.1.mlp.up_proj", 3, 128, 128, "mul1")
     changed = Checkpoint(name="x", tensors={**checkpoint.tensors, **{h.name: h for h in odd}}, config=checkpoint.config)
-    assert changed.mismatches() == ["layer 1 up_proj: config says K=2, tensor is K=3"]
+    assert mismatches(changed) == ["layer 1 up_proj: config says K=2, tensor is K=3"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_single_tensor_is_named():
     ],
 )
 def test_claims_of_an_average_of_layers_and_of_a_codebook(bits, claims, expected):
-    assert dense(bits, claims).mismatches() == expected
+    assert mismatches(dense(bits, claims)) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_claims_of_an_average_of_layers_and_of_a_codebook(bits, claims, expected
     ],
 )
 def test_claims_of_the_head(head, claims, expected):
-    assert dense({0: 2}, {"bits": 2, **claims}, head=head).mismatches() == expected
+    assert mismatches(dense({0: 2}, {"bits": 2, **claims}, head=head)) == expected
 
 
 def test_a_native_head_where_bits_are_claimed():
@@ -150,7 +151,7 @@ def test_a_native_head_where_bits_are_claimed():
         [plain("lm_head.weight", 256, 128), *headers("model.layers.0.mlp.up_proj", 2, 128, 128)], {}
     )
     checkpoint.config["quantization_config"] = {"head_bits": 6}
-    assert checkpoint.mismatches() == ["lm_head.weight: config says head_bits=6, tensor is BF16"]
+    assert mismatches(checkpoint) == ["lm_head.weight: config says head_bits=6, tensor is BF16"]
 
 
 def test_claims_of_dense_layers_beside_routed_experts():
@@ -160,9 +161,9 @@ def test_claims_of_dense_layers_beside_routed_experts():
         *headers("model.layers.0.mlp.experts.0.up_proj", 2, 128, 128),
     ]
     claims = {"bits": 2, "non_routed_exl3": {"layers": {"model.layers.0.self_attn": {"bits": 4}}}}
-    assert of_headers(found, claims).mismatches() == ["layer 0 q_proj: config says K=4, tensor is K=5"]
+    assert mismatches(of_headers(found, claims)) == ["layer 0 q_proj: config says K=4, tensor is K=5"]
     claims = {"bits": 2, "layer_bits": {}, "non_routed_exl3": {"modules": ["*"], "bits": 5, "layer_bits": {"0": 4}}}
-    assert of_headers(found, claims).mismatches() == ["layer 0 q_proj: config says K=4, tensor is K=5"]
+    assert mismatches(of_headers(found, claims)) == ["layer 0 q_proj: config says K=4, tensor is K=5"]
 
 
 def test_claims_of_quantization_config_json():
@@ -173,7 +174,7 @@ def test_claims_of_quantization_config_json():
         "model.layers.7.mlp.down_proj": {"quant_format": "exl3", "bits_per_weight": 3},
         "model.norm": {"stored_tensors": {}},
     }
-    assert checkpoint.mismatches() == [
+    assert mismatches(checkpoint) == [
         "model.layers.0.mlp.down_proj: quantization_config.json says 3 bits, tensor is K=2",
         "quantization_config.json lists 1 modules that no shard holds, first model.layers.7.mlp.down_proj",
     ]

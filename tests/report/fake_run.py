@@ -10,17 +10,10 @@ import pyarrow as pa
 
 from harness.digest import file_digest, json_digest
 from harness.measure import summary
-from harness.measure.receipt import (
-    Check,
-    Measurement,
-    PanelIdentity,
-    RowSummary,
-    SideIdentity,
-    save_measurement,
-)
+from harness.measure.receipt import Measurement, PanelIdentity, RowSummary, SideIdentity, save_measurement
 from harness.measure.result import intervals
 from harness.store import write_table
-from harness.types import SCORE_DTYPES, Panel, Row, Scores
+from harness.types import SCORE_DTYPES, Check, Panel, Row, Scores
 
 VOCAB = 48
 DOMAINS = ("code", "dialogue", "maths", "prose")

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from harness.errors import EngineError, HarnessError, Refused, ScoreError
-from harness.measure.receipt import Check
 from harness.served.checks_answer import grid
 from harness.served.checks_server import check_cached, requests_at_work
 from harness.served.preflight import Finding, check_row, check_served, examine
-from harness.served.seam import UNKNOWN, Ask, Capabilities, ServedRow
-from harness.types import EngineIdentity, Row
+from harness.served.seam import Ask, Capabilities, ServedRow
+from harness.types import UNKNOWN, Check, EngineIdentity, Row
 
 V = 97
 #: What a request was: the ids, how many came before it, the temperature, how many are in flight with it.

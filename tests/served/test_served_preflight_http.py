@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 
 from harness.cli import app
 from harness.errors import EngineError, Refused
-from harness.measure.receipt import Check
 from harness.panel import load_panel
 from harness.served.checks_server import load_of, requests_at_work
 from harness.served.connect import connect
 from harness.served.http import Patience
 from harness.served.preflight import check_served
 from harness.served.seam import ServedEngine
-from harness.types import Row
+from harness.types import Check, Row
 from tests.served.mock_http import Mock, serving
 from tests.served.mock_numbers import Faults, Numbers
 from tests.served.mock_sglang import MockSglang

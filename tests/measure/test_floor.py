@@ -265,7 +265,7 @@ def test_a_capture_that_is_not_reproduced_gives_no_floor(
     floors: dict[str, Result], teacher_folder: Path, panel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FAULTS B 41: the teacher must first give its stored top-1 and NLL again, unaltered."""
-    from harness.measure.run import teacher
+    from harness.measure import teacher
 
     real = teacher.one_sided
 

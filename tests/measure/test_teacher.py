@@ -105,7 +105,7 @@ def test_capture_is_resumed_and_reproduced(tmp_path, teacher_folder, panel_folde
 
 def test_flipped_top1_in_the_store_is_refused(tmp_path, teacher_folder, panel_folder, monkeypatch):
     """FAULTS B 41: a teacher whose argmax differs from its capture stops before the candidate."""
-    from harness.measure.run import teacher as module
+    from harness.measure import teacher as module
 
     panel = load_panel(panel_folder)
     model = find_teacher(TeacherSpec(name="t", model=str(teacher_folder)), panel)

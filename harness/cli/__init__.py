@@ -14,9 +14,9 @@ from harness.cli.bench import bench
 from harness.cli.card import card, report, verify
 from harness.cli.compare import compare, estimators
 from harness.cli.doctor import doctor
-from harness.cli.imports import import_g4
+from harness.cli.imports import import_g4, import_lm_eval
 from harness.cli.measure import measure
-from harness.cli.tasks import import_lm_eval, tasks
+from harness.cli.tasks import tasks
 from harness.errors import HarnessError
 
 app = typer.Typer(

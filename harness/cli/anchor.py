@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from harness.cli.measure import EXAMPLE_PANEL, show
-from harness.cli.options import ConcurrencyOption, KOption, ModelOption, SamplesOption, UrlOption, served_request
+from harness.cli.measure import served_request, show
+from harness.cli.options import (
+    EXAMPLE_PANEL,
+    ConcurrencyOption,
+    DeviceOption,
+    JsonOption,
+    KOption,
+    OutOption,
+    PanelOption,
+    RowsOption,
+    SamplesOption,
+    ServedModelOption,
+    UrlOption,
+)
 
 TeacherArgument = Annotated[str, typer.Argument(help="teachers/NAME.toml or a model: its weights are needed.")]
-PanelOption = Annotated[Path, typer.Option(help="Panel folder.")]
-RowsOption = Annotated[int | None, typer.Option(help="Only the first so many rows; the result says partial.")]
-OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: reports/<name>.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the receipt instead of tables.")]
 
 
 def anchor(
@@ -46,7 +52,7 @@ def floor(
         str | None, typer.Option(help="vllm or sglang: the floor of a server that serves these weights.")
     ] = None,
     url: UrlOption = None,
-    served_model: ModelOption = None,
+    served_model: ServedModelOption = None,
     k: KOption = 256,
     tail_samples: SamplesOption = 32,
     concurrency: ConcurrencyOption = 1,

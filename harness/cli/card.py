@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli.options import (
+    AnchorsOption,
+    DecodeOption,
+    FloorOption,
+    JsonOption,
+    KnownPanelOption,
+    RunsOption,
+)
+
 if TYPE_CHECKING:
     from harness.verify import Outcome
 
@@ -27,10 +36,10 @@ def card(
     ] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the teacher, where the receipts have none.")] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the quant itself.")] = None,
-    panel: Annotated[Path | None, typer.Option(help="Panel folder, for its registration.")] = None,
+    panel: KnownPanelOption = None,
     tasks: Annotated[list[Path] | None, typer.Option(help="Folder of `fidelity tasks`; may be repeated.")] = None,
-    floor: Annotated[Path | None, typer.Option(help="Run folder of the teacher against itself.")] = None,
-    anchor: Annotated[list[Path] | None, typer.Option(help="Run folder of an anchor; may be repeated.")] = None,
+    floor: FloorOption = None,
+    anchor: AnchorsOption = None,
     positions: Annotated[
         bool,
         typer.Option("--positions/--no-positions", help="Copy positions.parquet too: strangers can verify."),
@@ -65,9 +74,9 @@ def card(
 
 def verify(
     path: Annotated[Path, typer.Argument(help="A run folder, a comparison folder, or a card's folder.")],
-    run: Annotated[list[Path] | None, typer.Option(help="Run folder behind a comparison; may be repeated.")] = None,
-    panel: Annotated[Path | None, typer.Option(help="The panel's folder: are these its tokens?")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    run: RunsOption = None,
+    panel: KnownPanelOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compute again all that a receipt or a card states, without weights; names whatever differs."""
     from harness.verify import as_json as record
@@ -84,10 +93,8 @@ def verify(
 def report(
     path: Annotated[Path, typer.Argument(help="A run folder or a comparison folder.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: report.html inside.")] = None,
-    run: Annotated[list[Path] | None, typer.Option(help="Run folder behind a comparison; may be repeated.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Decode the worst positions with this: folder, GGUF, Hub id or package:NAME.")
-    ] = None,
+    run: RunsOption = None,
+    tokenizer: DecodeOption = None,
 ) -> None:
     """Write one self-contained HTML file: sortable tables, pictures, the worst positions one by one."""
     from harness.report.html import write_html

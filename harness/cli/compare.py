@@ -1,4 +1,4 @@
-"""``fidelity compare``: is B better than A?"""
+"""``fidelity compare``: is B better than A? And ``fidelity estimators``: exact, bound and estimate of one candidate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from harness.cli.options import (
+    AnchorsOption,
+    DecodeOption,
+    FloorOption,
+    JsonOption,
+    KnownPanelOption,
+    OutOption,
+    TailRangeOption,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -17,19 +27,14 @@ if TYPE_CHECKING:
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="A B [C ...]", help="Run folders; A is the baseline.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; default: under reports/.")] = None,
-    panel: Annotated[Path | None, typer.Option(help="Panel folder, for its registration and tokenizer.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Decode the worst positions with this: folder, GGUF, Hub id or package:NAME.")
-    ] = None,
-    floor: Annotated[Path | None, typer.Option(help="Run folder of the teacher against itself.")] = None,
-    anchor: Annotated[list[Path] | None, typer.Option(help="Run folder of an anchor; may be repeated.")] = None,
-    tail_range: Annotated[
-        float | None,
-        typer.Option(help="Lower bounds: assume that ln(p/q) varies by at most so much outside the known tokens."),
-    ] = None,
+    out: OutOption = None,
+    panel: KnownPanelOption = None,
+    tokenizer: DecodeOption = None,
+    floor: FloorOption = None,
+    anchor: AnchorsOption = None,
+    tail_range: TailRangeOption = None,
     teacher_tasks: Annotated[Path | None, typer.Option(help="Task runs alone: the teacher's own task run.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print comparison.json instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare measurements on one panel: paired differences, verdicts, and where the difference lies.
 
@@ -54,6 +59,27 @@ def compare(
         _show(found, report, tasks)
     if any(bar.met is False for bar in [*found.bars, *(bar for made in tasks for bar in made.bars)]):
         raise typer.Exit(1)
+
+
+def estimators(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders of one candidate.")],
+    out: OutOption = None,
+    tail_range: TailRangeOption = None,
+) -> None:
+    """Show several measurements of one candidate on one panel, an estimator a column, and what k costs."""
+    from rich.console import Console
+
+    from harness.report.estimators import default_folder, write
+    from harness.report.estimators import estimators as read
+
+    found = read(runs, tail_range=tail_range)
+    report = write(out or default_folder(found), found)
+    console = Console()
+    for table in found.tables:
+        console.print(as_rich(table))
+    for text in found.sentences:
+        console.print(f"note: {text}", highlight=False, markup=False)
+    console.print(f"report: {report}", highlight=False)
 
 
 def _compare_tasks(runs: list[Path], teacher: Path | None, out: Path | None, as_json: bool) -> None:
@@ -153,31 +179,3 @@ def as_rich(table: Table) -> RichTable:
     for row in table.rows:
         shown.add_row(*(Text(text) for text in row))
     return shown
-
-
-# ``fidelity estimators``: exact, lower bound and estimate of one candidate, side by side.
-
-
-def estimators(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders of one candidate.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; default: under reports/.")] = None,
-    tail_range: Annotated[
-        float | None,
-        typer.Option(help="Upper bounds: assume that ln(p/q) varies by at most so much outside the known tokens."),
-    ] = None,
-) -> None:
-    """Show several measurements of one candidate on one panel, an estimator a column, and what k costs."""
-    from rich.console import Console
-
-    from harness.cli.compare import as_rich
-    from harness.report.estimators import default_folder, write
-    from harness.report.estimators import estimators as read
-
-    found = read(runs, tail_range=tail_range)
-    report = write(out or default_folder(found), found)
-    console = Console()
-    for table in found.tables:
-        console.print(as_rich(table))
-    for text in found.sentences:
-        console.print(f"note: {text}", highlight=False, markup=False)
-    console.print(f"report: {report}", highlight=False)

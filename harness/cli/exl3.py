@@ -1,4 +1,4 @@
-"""``fidelity exl3 quantize``."""
+"""``fidelity exl3 inspect|quantize|decode``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli.options import IntoOption, JsonOption, RevisionOption
 from harness.errors import UsageError
 
 if TYPE_CHECKING:
     from harness.exl3.checkpoint import Checkpoint
 
 
+app = typer.Typer(help="Look into EXL3 checkpoints, and make small ones.", no_args_is_help=True)
+
+
+@app.command()
 def quantize(
     src: Annotated[Path, typer.Argument(help="Checkpoint folder in BF16, FP16 or FP32 (config.json, *.safetensors).")],
     dst: Annotated[Path, typer.Argument(help="New folder for the EXL3 checkpoint; a killed run goes on there.")],
@@ -64,39 +69,11 @@ def quantize(
     )
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
-    """``0,3,10-12`` as layer numbers."""
-    layers: set[int] = set()
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if not found or (found[2] and int(found[2]) < int(found[1])):
-            raise UsageError(f"--layers {text}: {part!r} is no layer or range", "write it like 8-21 or 0,3,10-12")
-        layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return tuple(sorted(layers))
-
-
-def parse_layer_bits(text: str) -> dict[int, float]:
-    """``24=3,27=2.5`` as bits by layer."""
-    bits: dict[int, float] = {}
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)=(\d+(?:\.5)?)\s*", part)
-        if not found:
-            raise UsageError(f"--layer-bits {text}: {part!r} is not layer=bits", "write it like 24=3,27=3")
-        bits[int(found[1])] = float(found[2])
-    return bits
-
-
-# ``fidelity exl3 inspect|quantize|decode``.
-
-app = typer.Typer(help="Look into EXL3 checkpoints, and make small ones.", no_args_is_help=True)
-app.command()(quantize)
-
-
 @app.command()
 def inspect(
     source: Annotated[str, typer.Argument(help="Checkpoint folder, or Hub id org/name.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything counted as JSON.")] = False,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Rates, codebooks, dtypes and bits per weight, counted from the shard headers alone."""
     from harness.exl3.census import take_census
@@ -119,11 +96,10 @@ def inspect(
 @app.command()
 def decode(
     source: Annotated[Path, typer.Argument(help="EXL3 checkpoint folder.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
+    out: IntoOption,
     dtype: Annotated[str, typer.Option(help="float32 (every value kept), bfloat16 or float16.")] = "float32",
 ) -> None:
     """Write the decoded weights as a plain folder, to serve them with an engine that has no EXL3 kernels."""
-    from harness.errors import UsageError
     from harness.exl3.dense import decode_checkpoint
 
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -131,9 +107,29 @@ def decode(
     print(f"dense weights in {decode_checkpoint(source, out, dtype)}")
 
 
-def _open(source: str, revision: str | None) -> Checkpoint:
-    from harness.errors import UsageError
+def parse_layers(text: str) -> tuple[int, ...]:
+    """``0,3,10-12`` as layer numbers."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not found or (found[2] and int(found[2]) < int(found[1])):
+            raise UsageError(f"--layers {text}: {part!r} is no layer or range", "write it like 8-21 or 0,3,10-12")
+        layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return tuple(sorted(layers))
 
+
+def parse_layer_bits(text: str) -> dict[int, float]:
+    """``24=3,27=2.5`` as bits by layer."""
+    bits: dict[int, float] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)=(\d+(?:\.5)?)\s*", part)
+        if not found:
+            raise UsageError(f"--layer-bits {text}: {part!r} is not layer=bits", "write it like 24=3,27=3")
+        bits[int(found[1])] = float(found[2])
+    return bits
+
+
+def _open(source: str, revision: str | None) -> Checkpoint:
     folder = Path(source).expanduser()
     if folder.is_dir():
         from harness.exl3.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""``fidelity import-g4``: other people's receipts become run folders that compare, card and verify can read."""
+"""``fidelity import-g4`` and ``fidelity import-lm-eval``: results made elsewhere, for compare and card."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from harness.cli.options import IntoOption
+
 
 def import_g4(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="G4 panel receipts (JSON).")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder that gets one run folder a receipt.")],
+    out: IntoOption,
     name: Annotated[
         list[str] | None, typer.Option(help="What to call a candidate; once for each FILE, in order.")
     ] = None,
@@ -25,3 +27,17 @@ def import_g4(
             f"{folder}: {found.name}, {found.rows_measured} rows, top-1 {found.summary['top1_agreement']:.5f}, "
             f"KL lower bound {found.summary['kl_mean']:.5f}, PPL {found.summary['ppl_token_candidate']:.5f}"
         )
+
+
+def import_lm_eval(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of one model: results_*.json.")],
+    out: IntoOption,
+    name: Annotated[str, typer.Option(help="What to call the model.")],
+    metric: Annotated[str, typer.Option(help="The accuracy to read.")] = "acc",
+) -> None:
+    """Read lm-eval results made elsewhere; samples beside them allow paired comparison."""
+    from harness.cli.tasks import show
+    from harness.tasks.importing import import_results
+
+    show(import_results(files, out, name, metric=metric))
+    typer.echo(f"receipt: {out}/tasks.json")

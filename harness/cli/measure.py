@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from harness.cli.options import (
-    SERVERS,
+    EXAMPLE_PANEL,
+    BudgetOption,
+    ComputeOption,
     ConcurrencyOption,
+    DeviceOption,
+    FloorOption,
+    JsonOption,
     KOption,
-    ModelOption,
+    OutOption,
+    PackedOption,
+    PanelOption,
+    RevisionOption,
+    RowsOption,
     SamplesOption,
+    ServedModelOption,
     UrlOption,
-    served_request,
 )
 from harness.progress import console
 
@@ -22,38 +30,35 @@ if TYPE_CHECKING:
     from harness.measure.run import Result
     from harness.served.measure import ServedRequest
 
-#: The panel of the built-in example, and the default.
-EXAMPLE_PANEL = Path("panels/example")
+#: Engines that answer over HTTP.
+SERVERS = ("vllm", "sglang")
 
 
 def measure(
     candidate: Annotated[str | None, typer.Argument(help="EXL3 folder or Hub id; empty: the example.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the candidate on the Hub.")] = None,
+    revision: RevisionOption = None,
     teacher: Annotated[
         str | None,
         typer.Option(help="NAME.toml, a model, or a capture folder; else what the candidate's card says."),
     ] = None,
-    panel: Annotated[Path, typer.Option(help="Panel folder.")] = EXAMPLE_PANEL,
-    rows: Annotated[int | None, typer.Option(help="Only the first so many rows; the result says partial.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: reports/<name>.")] = None,
-    compute_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
-    packed: Annotated[bool, typer.Option(help="Decode EXL3 weights at every use: less memory, slower.")] = False,
-    memory_budget: Annotated[
-        str | None, typer.Option(help="Run layer by layer within this much memory: 4GiB, 500MB, auto.")
-    ] = None,
+    panel: PanelOption = EXAMPLE_PANEL,
+    rows: RowsOption = None,
+    out: OutOption = None,
+    compute_dtype: ComputeOption = "auto",
+    device: DeviceOption = None,
+    packed: PackedOption = False,
+    memory_budget: BudgetOption = None,
     engine: Annotated[
-        str, typer.Option(help="reference; served: vllm or sglang with --url, exllamav3, llamacpp or vllm-local.")
+        str,
+        typer.Option(help="reference, exllamav3, llamacpp or vllm-local; behind --url: vllm or sglang."),
     ] = "reference",
     url: UrlOption = None,
-    served_model: ModelOption = None,
+    served_model: ServedModelOption = None,
     k: KOption = 256,
     tail_samples: SamplesOption = 32,
     concurrency: ConcurrencyOption = 1,
-    floor: Annotated[
-        Path | None, typer.Option(help="Floor of this server: a run of `fidelity floor --engine`.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the receipt instead of tables.")] = False,
+    floor: FloorOption = None,
+    as_json: JsonOption = False,
     allow_nonfinite: Annotated[
         bool, typer.Option(help="Print the mean over finite positions, and their share.")
     ] = False,
@@ -72,6 +77,18 @@ def measure(
         how = {"compute": compute_dtype, "device": device, "packed": packed, "engine": engine}
         result = _in_process(candidate, memory_budget, **how, **common)
     show(result, as_json, allow_nonfinite)
+
+
+def served_request(engine: str, url: str | None, **settings: Any) -> ServedRequest:
+    """The request of a command about a server; ``settings`` are further fields of `ServedRequest`."""
+    from harness.errors import UsageError
+    from harness.served.measure import ServedRequest
+
+    if engine not in SERVERS:
+        raise UsageError(f"--engine {engine} is no server", f"choose one of {', '.join(SERVERS)}")
+    if url is None:
+        raise UsageError(f"--engine {engine} runs in a server", "give its address: --url http://localhost:8000")
+    return ServedRequest(server=engine, url=url, **settings)  # type: ignore[arg-type]
 
 
 def _through_server(request: ServedRequest) -> Result:

@@ -1,33 +1,82 @@
-"""What commands about a server share: its options, and the request that they make."""
+"""The options of the commands, each declared once: its name, its type and what ``--help`` says of it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from harness.served.measure import ServedRequest
+#: The panel of the built-in example, and the default.
+EXAMPLE_PANEL = Path("panels/example")
 
-#: Engines that answer over HTTP.
-SERVERS = ("vllm", "sglang")
+# What is measured, and on what.
+
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
+PanelOption = Annotated[Path, typer.Option(help="Panel folder.")]
+#: Where a panel is not needed, but says more.
+KnownPanelOption = Annotated[
+    Path | None, typer.Option("--panel", help="Panel folder: its tokens, tokenizer and registration.")
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(help="Folder, GGUF file, Hub id (or id@revision) or package:NAME; the recipe's if left out."),
+]
+SealOption = Annotated[str | None, typer.Option("--tokenizer", help="Digest of the tokenizer whose seal is meant.")]
+ResealOption = Annotated[bool, typer.Option(help="Replace a seal that differs.")]
+RowsOption = Annotated[int | None, typer.Option(help="Only the first so many rows; the result says partial.")]
+
+# How it is computed.
+
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+ComputeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+PackedOption = Annotated[bool, typer.Option(help="Decode EXL3 weights at every use: less memory, slower.")]
+BudgetOption = Annotated[
+    str | None, typer.Option(help="Run layer by layer within so much memory: 4GiB, 500MB, auto; models of any size.")
+]
+
+# A model behind a server.
 
 UrlOption = Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000.")]
-ModelOption = Annotated[str | None, typer.Option(help="Model name on the server, where it has several.")]
-KOption = Annotated[int, typer.Option("--k", help="Top tokens a position to ask a server for.")]
+ServedModelOption = Annotated[str | None, typer.Option(help="Model name on the server, where it has several.")]
+KOption = Annotated[int, typer.Option("--k", min=1, help="Top tokens a position to ask a server for.")]
 SamplesOption = Annotated[
     int, typer.Option(help="Ids drawn from the teacher's tail, where a server scores ids of our choice.")
 ]
-ConcurrencyOption = Annotated[int, typer.Option(help="Requests in flight; more than 1 may move a server's digits.")]
+ConcurrencyOption = Annotated[
+    int,
+    typer.Option(
+        "--concurrency",
+        "--num-concurrent",
+        min=1,
+        help="Requests in flight at a server; more than 1 may move its digits.",
+    ),
+]
 
+# What stands beside it.
 
-def served_request(engine: str, url: str | None, **settings: Any) -> ServedRequest:
-    """The request of a command; ``settings`` are further fields of `ServedRequest`."""
-    from harness.errors import UsageError
-    from harness.served.measure import ServedRequest
+FloorOption = Annotated[
+    Path | None, typer.Option(help="Run of `fidelity floor`: the teacher against itself, through this engine.")
+]
+AnchorsOption = Annotated[
+    list[Path] | None, typer.Option("--anchor", help="Run folder of `fidelity anchor`; may be repeated.")
+]
+TailRangeOption = Annotated[
+    float | None,
+    typer.Option(help="Lower bounds: assume that ln(p/q) varies by at most so much outside the known tokens."),
+]
+#: For what reads a comparison again.
+RunsOption = Annotated[
+    list[Path] | None, typer.Option("--run", help="Run folder behind a comparison; may be repeated.")
+]
+DecodeOption = Annotated[
+    str | None,
+    typer.Option("--tokenizer", help="Decode the worst positions with this: folder, GGUF, Hub id or package:NAME."),
+]
 
-    if engine not in SERVERS:
-        raise UsageError(f"--engine {engine} is no server", f"choose one of {', '.join(SERVERS)}")
-    if url is None:
-        raise UsageError(f"--engine {engine} runs in a server", "give its address: --url http://localhost:8000")
-    return ServedRequest(server=engine, url=url, **settings)  # type: ignore[arg-type]
+# What comes out.
+
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; default: under reports/.")]
+#: Where nothing can be guessed.
+IntoOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script instead of tables.")]

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from harness.cli.options import JsonOption, ResealOption, SealOption, TokenizerOption
+
 if TYPE_CHECKING:
     from harness.panel.seal import Lock
     from harness.types import Panel
@@ -17,10 +19,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Build, seal, verify and show panels.", no_args_is_help=True)
 
 PanelArgument = Annotated[Path, typer.Argument(metavar="PANEL", help="A panel's folder, such as panels/example.")]
-TokenizerOption = Annotated[
-    str | None, typer.Option(help="Folder, GGUF file, Hub id[@revision] or package:NAME; the recipe's if left out.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 
 
 @app.command()
@@ -28,7 +26,7 @@ def build(
     panel: PanelArgument,
     tokenizer: TokenizerOption = None,
     out: Annotated[Path | None, typer.Option(help="Write rows and lock there instead.")] = None,
-    reseal: Annotated[bool, typer.Option(help="Replace a seal that differs.")] = False,
+    reseal: ResealOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Build the rows of PANEL and seal them; an existing seal must come out again exactly."""
@@ -40,8 +38,8 @@ def build(
 @app.command()
 def seal(
     panel: PanelArgument,
-    tokenizer: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id[@revision] or package:NAME.")],
-    reseal: Annotated[bool, typer.Option(help="Replace a seal that differs.")] = False,
+    tokenizer: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id (or id@revision) or package:NAME.")],
+    reseal: ResealOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Seal PANEL for another tokenizer, under its folder seals/."""
@@ -53,7 +51,7 @@ def seal(
 @app.command()
 def verify(
     panel: PanelArgument,
-    tokenizer: Annotated[str | None, typer.Option(help="Digest of the tokenizer whose seal is meant.")] = None,
+    tokenizer: SealOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Recompute every row's SHA-256 and the whole, and compare with the seal."""
@@ -83,7 +81,7 @@ def register(
 @app.command()
 def show(
     panel: PanelArgument,
-    tokenizer: Annotated[str | None, typer.Option(help="Digest of the tokenizer whose seal is meant.")] = None,
+    tokenizer: SealOption = None,
     text: Annotated[bool, typer.Option(help="Print the beginning of each row's text too.")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""``fidelity tasks`` and ``fidelity import-lm-eval``: benchmarks through lm-eval, kept item by item without texts."""
+"""``fidelity tasks``: benchmarks through lm-eval, kept item by item without texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from harness.cli.options import (
+    BudgetOption,
+    ComputeOption,
+    ConcurrencyOption,
+    DeviceOption,
+    JsonOption,
+    OutOption,
+    PackedOption,
+    RevisionOption,
+    ServedModelOption,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,24 +35,20 @@ def tasks(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many documents of each task; the result says so.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the candidate on the Hub.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: under reports/.")] = None,
+    revision: RevisionOption = None,
+    out: OutOption = None,
     engine: Annotated[
         str, typer.Option(help="What runs the model here: reference, exllamav3, llamacpp (GGUF) or vllm-local.")
     ] = "reference",
     base_url: Annotated[str | None, typer.Option(help="Ask a server (vLLM, SGLang): http://host:port/v1.")] = None,
-    served_model: Annotated[
-        str | None, typer.Option(help="The server's name for the model, where it has several.")
-    ] = None,
-    num_concurrent: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 8,
-    compute_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
-    packed: Annotated[bool, typer.Option(help="Decode EXL3 weights at every use: less memory, slower.")] = False,
-    memory_budget: Annotated[
-        str | None, typer.Option(help="Run layer by layer within so much memory: auto, 4GiB, ...; models of any size.")
-    ] = None,
+    served_model: ServedModelOption = None,
+    num_concurrent: ConcurrencyOption = 8,
+    compute_dtype: ComputeOption = "auto",
+    device: DeviceOption = None,
+    packed: PackedOption = False,
+    memory_budget: BudgetOption = None,
     seal: Annotated[bool, typer.Option("--seal", help="Seal the suite instead: hash every prompt, no model.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print tasks.json instead of a table.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run a suite of lm-eval tasks (MMLU, GPQA, ...) on a model."""
     from harness.errors import UsageError
@@ -73,23 +81,10 @@ def tasks(
     if as_json:
         typer.echo((result.folder / "tasks.json").read_text(encoding="utf-8"), nl=False)
         return
-    _show(result.receipt)
+    show(result.receipt)
     typer.echo(
         f"{'nothing has changed: the finished run is' if result.reused else 'receipt:'} {result.folder}/tasks.json"
     )
-
-
-def import_lm_eval(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of one model: results_*.json.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
-    name: Annotated[str, typer.Option(help="What to call the model.")],
-    metric: Annotated[str, typer.Option(help="The accuracy to read.")] = "acc",
-) -> None:
-    """Read lm-eval results made elsewhere; samples beside them allow paired comparison."""
-    from harness.tasks.importing import import_results
-
-    _show(import_results(files, out, name, metric=metric))
-    typer.echo(f"receipt: {out}/tasks.json")
 
 
 def _seal(name: str, data: Path | None) -> None:
@@ -104,7 +99,8 @@ def _seal(name: str, data: Path | None) -> None:
         typer.echo(f"definitions sealed: {len(lock.definitions)} tasks")
 
 
-def _show(receipt: TaskReceipt) -> None:
+def show(receipt: TaskReceipt) -> None:
+    """Print the tables of task results, and what must be read before the numbers."""
     from rich.console import Console
 
     console = Console()

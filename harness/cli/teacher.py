@@ -8,18 +8,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from harness.cli.options import EXAMPLE_PANEL, BudgetOption, DeviceOption, PanelOption, RowsOption
+
 app = typer.Typer(help="Capture a teacher's outputs over a panel, and verify captures.", no_args_is_help=True)
 
 
 @app.command()
 def capture(
     teacher: Annotated[str, typer.Argument(help="teachers/NAME.toml or a model.")],
-    panel: Annotated[Path, typer.Option(help="Panel folder.")] = Path("panels/example"),
-    rows: Annotated[int | None, typer.Option(help="Only the first so many rows.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
-    memory_budget: Annotated[
-        str | None, typer.Option(help="Run layer by layer within this much memory: 4GiB, 500MB, auto.")
-    ] = None,
+    panel: PanelOption = EXAMPLE_PANEL,
+    rows: RowsOption = None,
+    device: DeviceOption = None,
+    memory_budget: BudgetOption = None,
 ) -> None:
     """Run the teacher over a panel and store what scoring needs; goes on where an earlier run stopped."""
     from harness.engines.open import memory_budget_of

@@ -33,7 +33,7 @@ from harness.stats import (
     t_interval,
     wilson,
 )
-from harness.tasks.receipt import FILE, TaskReceipt, TaskResult, load_receipt, selection
+from harness.tasks.receipt import TASKS_FILE, TaskReceipt, TaskResult, load_receipt, selection
 from harness.types import UNKNOWN
 
 #: Largest difference of accuracy that does not matter, where the suite fixes none.
@@ -278,7 +278,7 @@ class Found:
 def is_task_run(path: Path) -> bool:
     """Whether a folder (or tasks.json itself) holds tasks and no measurement."""
     folder = path if path.is_dir() else path.parent
-    return (folder / FILE).is_file() and not (folder / "measurement.json").is_file()
+    return (folder / TASKS_FILE).is_file() and not (folder / "measurement.json").is_file()
 
 
 def tasks_of_comparison(comparison: Comparison, runs: Sequence[Path]) -> list[TaskComparisons]:
@@ -305,7 +305,7 @@ def tasks_of_comparison(comparison: Comparison, runs: Sequence[Path]) -> list[Ta
 def _around(runs: Sequence[Path]) -> list[Found]:
     """Every task run in the folders or beside them, once, in the order of names."""
     folders = [(run if run.is_dir() else run.parent).resolve() for run in runs]
-    places = {p for f in folders for p in (f, *f.iterdir(), *f.parent.iterdir()) if (p / FILE).is_file()}
+    places = {p for f in folders for p in (f, *f.iterdir(), *f.parent.iterdir()) if (p / TASKS_FILE).is_file()}
     return [Found(folder=place, receipt=load_receipt(place)) for place in sorted(places)]
 
 

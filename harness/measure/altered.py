@@ -1,8 +1,14 @@
-"""Anchors: the teacher rounded to a well-known format, measured as a candidate is, so that a quant's KL has a scale.
+"""The teacher, altered and measured as a candidate is: anchors give a quant's KL a scale, floors its noise.
 
-Every linear weight of the decoder layers is rounded to nearest in its group and made dense again, in memory; nothing
-is calibrated and no model is written. Embeddings, norms, routers and the head stay the teacher's, as in the usual
-checkpoints of these formats. Activations are not rounded: an engine that also computes in 8 bits adds to this.
+An anchor is the teacher rounded to a well-known format. Every linear weight of the decoder layers is rounded to nearest
+in its group and made dense again, in memory; nothing is calibrated and no model is written. Embeddings, norms, routers
+and the head stay the teacher's, as in the usual checkpoints of these formats. Activations are not rounded: an engine
+that also computes in 8 bits adds to this.
+
+A floor is the teacher against its own capture. ``repeat`` runs it once more as it was. ``bf16`` computes it in the
+other precision: bfloat16 against a float32 capture, float32 against any other. ``perturb`` multiplies what each decoder
+layer gives by seeded noise of at most one unit roundoff of bfloat16, as if every layer had been rounded once more. A
+floor is shown beside a KL, and never subtracted from one.
 """
 
 from __future__ import annotations
@@ -23,10 +29,17 @@ from harness.engines.models import locate
 from harness.engines.open import tokenizer_of
 from harness.engines.stream_weights import decoder_layers
 from harness.errors import EngineError, UsageError
-from harness.measure.run import Candidate, Request, Result, measure_against, panel_for
-from harness.measure.teacher import MODELS, TeacherModel, find_teacher, load_teacher
+from harness.measure.run import Candidate, Request, Result, measure_against
+from harness.measure.teacher import (
+    MODELS,
+    TeacherModel,
+    Yardstick,
+    find_teacher,
+    first_rows,
+    load_teacher,
+    panel_for,
+)
 from harness.progress import phase
-from harness.types import Panel
 
 #: Part of the digest of an anchor's weights: raise it when the numbers of a scheme change.
 VERSION = 1
@@ -90,6 +103,12 @@ SCHEMES = {
 }
 Q4_GROUPS = (64, 128)
 
+FloorKind = Literal["repeat", "bf16", "perturb"]
+KINDS: tuple[str, ...] = get_args(FloorKind)
+#: Half the distance from 1 to the next bfloat16: the largest relative error of one rounding.
+UNIT_ROUNDOFF = 2.0**-8
+SEED = 1234
+
 
 def anchor(
     scheme: str,
@@ -109,13 +128,13 @@ def anchor(
         group: weights that share a scale in ``q4-rtn``: 64 or 128.
     """
     chosen = scheme_of(scheme, group)
-    found, sealed = teacher_on(teacher, panel)
+    yardstick, model = teacher_on(teacher, panel, rows)
     candidate = Candidate(
-        located=replace(found.located, name=f"{chosen.label} anchor of {found.spec.name}"),
-        weights_sha256=rounded_digest(found.weights_sha256, chosen),
-        tokenizer_sha256=found.tokenizer_sha256,
+        located=replace(model.located, name=f"{chosen.label} anchor of {model.spec.name}"),
+        weights_sha256=rounded_digest(model.weights_sha256, chosen),
+        tokenizer_sha256=model.tokenizer_sha256,
         role="anchor",
-        alter=lambda model: round_model(model, chosen),
+        alter=lambda loaded: round_model(loaded, chosen),
         variant={"anchor": chosen.label, "group": chosen.grouping},
         notes=(
             f"anchor: the linear weights of the decoder layers rounded to nearest {chosen.label}, one scale for each "
@@ -123,9 +142,9 @@ def anchor(
         ),
     )
     request = Request(
-        candidate=teacher, panel=panel, rows=rows, out=out, compute=found.spec.compute_dtype, device=device
+        candidate=teacher, panel=panel, rows=rows, out=out, compute=model.spec.compute_dtype, device=device
     )
-    return measure_against(request, candidate, found, sealed)
+    return measure_against(request, candidate, yardstick)
 
 
 def scheme_of(name: str, group: int | None = None) -> Scheme:
@@ -141,8 +160,8 @@ def scheme_of(name: str, group: int | None = None) -> Scheme:
     return replace(scheme, group=size, label=f"{scheme.label}-g{size}")
 
 
-def teacher_on(argument: str, panel: Path) -> tuple[TeacherModel, Panel]:
-    """A teacher whose weights are here, and the panel as sealed for its tokenizer."""
+def teacher_on(argument: str, panel: Path, rows: int | None) -> tuple[Yardstick, TeacherModel]:
+    """Rows of a panel as sealed for the teacher's tokenizer, and the teacher, whose weights must be here."""
     spec = load_teacher(argument, None)
     if isinstance(spec, Path):
         raise UsageError(
@@ -151,7 +170,8 @@ def teacher_on(argument: str, panel: Path) -> tuple[TeacherModel, Panel]:
         )
     located = locate(spec.model, spec.revision, cache=MODELS, weights_dtype=spec.weights_dtype)
     sealed = panel_for(panel, tokenizer_of(located))
-    return find_teacher(spec, sealed), sealed
+    model = find_teacher(spec, sealed)
+    return Yardstick(folder=panel, panel=sealed, rows=first_rows(sealed, rows), teacher=model), model
 
 
 def rounded_digest(weights_sha256: str, scheme: Scheme) -> str:
@@ -203,16 +223,16 @@ def linear_weights(model: Any) -> Iterator[torch.Tensor]:
     Raises:
         EngineError: the layers have none, or stack experts in an order that is not declared.
     """
-    found = False
+    any_weight = False
     path, layers = decoder_layers(model)
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             if ROUTER.search(name):
                 continue
             for weight_OI in _weights_of(f"{path}.{index}.{name}", module):
-                found = True
+                any_weight = True
                 yield weight_OI
-    if not found:
+    if not any_weight:
         raise EngineError(
             f"{type(model).__name__} has no linear weights in its decoder layers", "report the architecture"
         )
@@ -235,22 +255,11 @@ def _weights_of(name: str, module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (expert.T if transposed else expert for expert in stack)
 
 
-# Floors: the teacher against its own capture, so that a KL can be told from the noise of what measured it.
-#
-# ``repeat`` runs it once more as it was. ``bf16`` computes it in the other precision: bfloat16 against a float32
-# capture, float32 against any other. ``perturb`` multiplies what each decoder layer gives by seeded noise of at most
-# one unit roundoff of bfloat16, as if every layer had been rounded once more. A floor is shown beside a KL, and never
-# subtracted from one.
-
-Kind = Literal["repeat", "bf16", "perturb"]
-KINDS: tuple[str, ...] = get_args(Kind)
-#: Half the distance from 1 to the next bfloat16: the largest relative error of one rounding.
-UNIT_ROUNDOFF = 2.0**-8
-SEED = 1234
+# ---- floors ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Alteration:
     """How one kind of floor runs: the compute dtype, what is done to the model, and what the receipt says."""
 
     compute: ComputeDType
@@ -278,36 +287,38 @@ def floor(
     """
     if kind not in KINDS:
         raise UsageError(f"there is no floor {kind}", f"choose one of {', '.join(KINDS)}")
-    found, sealed = teacher_on(teacher, panel)
-    plan = plan_of(kind, found, device, seed)
+    yardstick, model = teacher_on(teacher, panel, rows)
+    changed = alteration_of(kind, model, device, seed)
     candidate = Candidate(
-        located=replace(found.located, name=f"{kind} floor of {found.spec.name}"),
-        weights_sha256=found.weights_sha256,
-        tokenizer_sha256=found.tokenizer_sha256,
+        located=replace(model.located, name=f"{kind} floor of {model.spec.name}"),
+        weights_sha256=model.weights_sha256,
+        tokenizer_sha256=model.tokenizer_sha256,
         role="floor",
-        alter=plan.alter,
-        variant=plan.settings,
-        notes=(plan.note,),
+        alter=changed.alter,
+        variant=changed.settings,
+        notes=(changed.note,),
     )
-    request = Request(candidate=teacher, panel=panel, rows=rows, out=out, compute=plan.compute, device=device)
-    return measure_against(request, candidate, found, sealed)
+    request = Request(candidate=teacher, panel=panel, rows=rows, out=out, compute=changed.compute, device=device)
+    return measure_against(request, candidate, yardstick)
 
 
-def plan_of(kind: str, teacher: TeacherModel, device: str | None, seed: int) -> Plan:
+def alteration_of(kind: str, teacher: TeacherModel, device: str | None, seed: int) -> Alteration:
     """What makes this floor differ from the teacher's capture."""
-    own = teacher.spec.compute_dtype
+    compute = teacher.spec.compute_dtype
     settings: dict[str, str | int | float] = {"floor": kind}
     if kind == "perturb":
         settings |= {"noise": UNIT_ROUNDOFF, "seed": seed}
         note = f"floor: each decoder layer's output times 1 + u, u uniform in +-{UNIT_ROUNDOFF:g} (seed {seed})"
-        return Plan(compute=own, settings=settings, alter=lambda model: perturb(model, seed) | settings, note=note)
+        return Alteration(
+            compute=compute, settings=settings, alter=lambda model: perturb(model, seed) | settings, note=note
+        )
     if kind == "repeat":
         note = "floor: the teacher run again as it was captured; 0 says that this engine repeats itself, no more"
-        return Plan(compute=own, settings=settings, alter=lambda model: settings, note=note)
-    captured = dtype_of(own, device or default_device())
+        return Alteration(compute=compute, settings=settings, alter=lambda model: settings, note=note)
+    captured = dtype_of(compute, device or default_device())
     other: ComputeDType = "bfloat16" if captured == torch.float32 else "float32"
     note = f"floor: the teacher computed in {other} against its capture in {str(captured).removeprefix('torch.')}"
-    return Plan(compute=other, settings=settings, alter=lambda model: settings, note=note)
+    return Alteration(compute=other, settings=settings, alter=lambda model: settings, note=note)
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

@@ -18,16 +18,10 @@ DEGENERATE = 0.01
 PROBE = 256
 
 
-def check_engine(engine: Engine, row: Row) -> list[Check]:
-    """Run the beginning of a row, a row that begins like it, and it again, and look at what comes back."""
-    probes = probes_of(row)
-    return check_probes(engine, probes, iter(engine.run(probes, "hidden")))
-
-
 def probes_of(row: Row) -> list[Row]:
     """r0, r1, r0: the beginning of a row, a row with the same first half, and r0 again.
 
-    An engine that keeps what it computed for a prefix, and uses it wrongly, changes r0 (FAULTS A 34).
+    An engine that keeps what it computed for a prefix, and uses it wrongly, changes r0.
     """
     probe = part_of(row, row.ids_T[:PROBE])
     half = len(probe.ids_T) // 2

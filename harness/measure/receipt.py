@@ -15,7 +15,6 @@ from harness.records import Strict, load_json
 from harness.store import write_receipt
 from harness.types import Check
 
-FORMAT = "exl3-fidelity/measurement/1"
 DIRECTION = "KL(teacher||candidate) = sum_v P(v) * ln(P(v) / Q(v)), P teacher, Q candidate, nats"
 
 #: Every perplexity in a summary begins with one of these.

@@ -20,6 +20,7 @@ from harness.errors import Refused, ScoreError
 from harness.measure import summary
 from harness.measure.receipt import Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
 from harness.measure.rows import drop_row_files, scores_of
+from harness.measure.teacher import Yardstick
 from harness.measure.text_size import TextSize, per_text, text_size
 from harness.panel.tokenizer import load_tokenizer
 from harness.registration import Registration, registration_block
@@ -33,7 +34,7 @@ SAME_MODEL = "KL is exactly 0 at every position: candidate and teacher are the s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Additions:
+class Extras:
     """What an estimator that is not exact adds to a receipt."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -45,8 +46,7 @@ def build_measurement(
     folder: Path,
     table: pa.Table,
     *,
-    panel: Panel,
-    rows: Sequence[Row],
+    yardstick: Yardstick,
     capture: Capture,
     identity: EngineIdentity,
     scoring: Mapping[str, Any],
@@ -54,22 +54,24 @@ def build_measurement(
     checks: list[Check],
     name: str,
     candidate: ModelFolder | None,
-    panel_folder: Path,
     role: Role = "candidate",
     notes: Sequence[str] = (),
     estimator: Estimator = "exact",
-    more: Additions | None = None,
+    extras: Extras | None = None,
 ) -> Measurement:
     """Make the receipt of a run whose positions are all there, and write it last.
 
     Args:
+        table: the positions of all rows, as `harness.measure.rows.join_rows` wrote them.
+        capture: the yardstick's.
         identity: of what ran the candidate.
         scoring: how the two sides were brought together; see `exact_scoring`.
         candidate: where the candidate's files are, to count their bits; None where only a server has them.
-        more: what the estimator says besides the numbers of every measurement.
+        extras: what the estimator says besides the numbers of every measurement.
     """
     scores, row_N = scores_of(table), table["row"].to_numpy()
-    more = text_additions(scores, _text_size(candidate, rows, panel), more or Additions())
+    panel, rows = yardstick.panel, yardstick.rows
+    extras = text_extras(scores, _text_size(candidate, rows, panel), extras or Extras())
     counts = summary.counts(scores)
     _refuse_unnormalised(counts)
     _refuse_changed_source()
@@ -90,27 +92,27 @@ def build_measurement(
         scoring=dict(scoring),
         summary=summary.summarise(scores, row_N, table["position"].to_numpy())
         | _finite_only(scores, counts)
-        | dict(more.summary),
-        intervals=intervals(scores, row_N, panel) | dict(more.intervals),
+        | dict(extras.summary),
+        intervals=intervals(scores, row_N, panel) | dict(extras.intervals),
         per_row=[summary.row_summary(panel, row.index, _rows_of(scores, row_N, row.index)) for row in rows],
-        counts=counts | dict(more.counts),
+        counts=counts | dict(extras.counts),
         preflight=checks,
         environment=environment() | {"source_sha256": source_digest()},
         positions_sha256=file_digest(folder / "positions.parquet"),
         notes=[*notes, *_padding_notes(scores), *_same_model(counts, len(scores), role)],
     )
-    measurement = with_registration(measurement, panel_folder)
+    measurement = with_registration(measurement, yardstick.folder)
     save_measurement(folder, measurement)
     drop_row_files(folder)
     return measurement
 
 
-def text_additions(scores: Scores, size: TextSize | None, more: Additions) -> Additions:
-    """``more``, and perplexity per word and bits per byte where the size of the text is known."""
+def text_extras(scores: Scores, size: TextSize | None, extras: Extras) -> Extras:
+    """``extras``, and perplexity per word and bits per byte where the size of the text is known."""
     if size is None:
-        return more
+        return extras
     per = per_text(scores.nll_teacher, scores.nll_candidate, size)
-    return replace(more, summary=dict(more.summary) | per, counts=dict(more.counts) | size.counts)
+    return replace(extras, summary=dict(extras.summary) | per, counts=dict(extras.counts) | size.counts)
 
 
 def _text_size(candidate: ModelFolder | None, rows: Sequence[Row], panel: Panel) -> TextSize | None:
@@ -199,16 +201,16 @@ def census_of(candidate: ModelFolder) -> dict[str, object]:
         return {"bytes": sum(part.stat().st_size for part in gguf_parts(candidate.folder))}
     from harness.exl3.census import sizes
 
-    found = sizes(candidate.folder)
-    return {"bytes": found.bytes, "bits_per_weight": found.bits_per_weight}
+    counted = sizes(candidate.folder)
+    return {"bytes": counted.bytes, "bits_per_weight": counted.bits_per_weight}
 
 
 def exact_scoring(capture: Capture, engine: Engine) -> dict[str, Any]:
     """How two full distributions are brought together: which heads, over how many tokens."""
-    own, theirs = engine.head, capture.head
-    policy = "logits" if own is None or theirs is None else "own head on each side"
-    equal = bool(own and theirs and own.sha256 == theirs.sha256)
-    return {"head_policy": policy, "heads_equal": equal, "support": theirs.vocab_size if theirs else None}
+    candidate, teacher = engine.head, capture.head
+    policy = "logits" if candidate is None or teacher is None else "own head on each side"
+    equal = bool(candidate and teacher and candidate.sha256 == teacher.sha256)
+    return {"head_policy": policy, "heads_equal": equal, "support": teacher.vocab_size if teacher else None}
 
 
 def _refuse_unnormalised(counts: dict[str, int]) -> None:
@@ -236,18 +238,18 @@ def with_registration(measurement: Measurement, folder: Path) -> Measurement:
 
 def deviations(registration: Registration, measurement: Measurement) -> list[str]:
     """How one measurement departs from the registration; empty when it does not."""
-    found = _digest_deviation(registration, measurement)
+    departed = _digest_deviation(registration, measurement)
     planned = registration.rows or measurement.rows_planned
     expected = planned - len({e.row for e in registration.exclusions if e.row < planned})
     measured = {row.row for row in measurement.per_row}
     if measurement.rows_measured < expected:
-        found.append(f"{measurement.rows_measured} rows measured, {expected} registered")
+        departed.append(f"{measurement.rows_measured} rows measured, {expected} registered")
     excluded = sorted(measured & {e.row for e in registration.exclusions})
     if excluded:
-        found.append(f"rows {', '.join(map(str, excluded))} were registered as excluded, and are in the summary")
+        departed.append(f"rows {', '.join(map(str, excluded))} were registered as excluded, and are in the summary")
     if registration.unit and registration.unit != measurement.panel.unit:
-        found.append(f"intervals resample {measurement.panel.unit}s, registered is {registration.unit}s")
-    return found
+        departed.append(f"intervals resample {measurement.panel.unit}s, registered is {registration.unit}s")
+    return departed
 
 
 def _digest_deviation(registration: Registration, measurement: Measurement) -> list[str]:

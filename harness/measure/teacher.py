@@ -1,10 +1,14 @@
-"""The teacher: which model it is, its capture over a panel, and the proof that the capture is still its own."""
+"""The teacher: which model it is, its capture over a panel, and the proof that the capture is still its own.
+
+A `Yardstick` is what candidates of both lanes are held against: rows of a panel, and the teacher's outputs for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +18,15 @@ from harness.digest import json_digest
 from harness.engines.hf import ComputeDType
 from harness.engines.models import DType, ModelFolder, locate
 from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_engine
+from harness.environment import environment, source_digest
 from harness.errors import CaptureError, UsageError
 from harness.measure.preflight import check_echo
 from harness.measure.rows import one_sided, targets_of
+from harness.panel import ensure_built
 from harness.progress import phase
 from harness.records import Strict, load_toml
 from harness.store import folder_lock
-from harness.types import Engine, Panel, Row, RowOutputs
+from harness.types import Check, Engine, Panel, Row, RowOutputs
 
 MODELS = Path("teachers/models")
 CAPTURES = Path("teachers/captures")
@@ -146,10 +152,10 @@ def ensure_capture(
             tokenizer_sha256=teacher.tokenizer_sha256,
         )
         form: Form = "logits" if engine.head is None else "hidden"
-        again = _ends(had, panel) if had else []
+        again = ends(had, panel) if had else []
         missing = [row for row in rows if had is None or row.index not in had.rows]
         outputs = engine.run([*again, *missing], form)
-        reproduction = _compare(had, engine, again, outputs) if had else None
+        reproduction = reproduce(had, engine, again, outputs) if had else None
         if missing:
             _store(folder, engine, panel, missing, outputs, teacher.spec)
     return open_capture(folder), reproduction
@@ -173,19 +179,18 @@ def _store(
         writer.finish()
 
 
-def reproduce(capture: Capture, engine: Engine, panel: Panel) -> Reproduction:
-    """Run the first and the last captured row again: every top-1 must be equal, and the NLL nearly so."""
-    rows = _ends(capture, panel)
-    return _compare(capture, engine, rows, engine.run(rows, "hidden"))
-
-
-def _ends(capture: Capture, panel: Panel) -> list[Row]:
+def ends(capture: Capture, panel: Panel) -> list[Row]:
+    """The first and the last captured row: what is run again."""
     present = sorted(capture.rows)
     return [panel.rows[index] for index in sorted({present[0], present[-1]})]
 
 
-def _compare(capture: Capture, engine: Engine, rows: Sequence[Row], outputs: Iterator[RowOutputs]) -> Reproduction:
-    """Take the outputs of ``rows`` and hold them against what is stored, or refuse."""
+def reproduce(capture: Capture, engine: Engine, rows: Sequence[Row], outputs: Iterator[RowOutputs]) -> Reproduction:
+    """Take the outputs of ``rows`` and hold them against what is stored: every top-1 equal, and the NLL nearly so.
+
+    Raises:
+        CaptureError: they are not the captured teacher's.
+    """
     capture.require_teacher(engine.identity)
     positions, exact, worst = 0, True, 0.0
     with phase("teacher again", total=len(rows), unit="tokens") as advance:
@@ -204,3 +209,82 @@ def _compare(capture: Capture, engine: Engine, rows: Sequence[Row], outputs: Ite
             "the capture is of other weights, another build or another device: delete its folder and capture again",
         )
     return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yardstick:
+    """What a candidate is held against: some rows of a panel, and a teacher before anything of it is loaded.
+
+    ``folder`` is the panel's; ``teacher`` is a capture where only that is here, and not the teacher's weights.
+    """
+
+    folder: Path
+    panel: Panel
+    rows: Sequence[Row]
+    teacher: TeacherModel | Capture
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row.ids_T) for row in self.rows)
+
+    @property
+    def partial(self) -> str:
+        """``-rows4`` where these are not all rows of the panel; ends the name of a run's folder."""
+        return "" if len(self.rows) == len(self.panel.rows) else f"-rows{len(self.rows)}"
+
+    def key(self) -> dict[str, Any]:
+        """All that decides a number besides the candidate; names, places and times are no part of it."""
+        teacher = self.teacher.sha256 if isinstance(self.teacher, Capture) else self.teacher.capture_key(self.panel)
+        return {
+            "panel": self.panel.sha256,
+            "rows": [row.index for row in self.rows],
+            "registration": self.panel.registration_sha256,
+            "teacher": teacher,
+            "source": source_digest(),
+            "environment": environment(),
+        }
+
+    def captured(self, device: str | None = None, memory_budget: MemoryBudget = None) -> tuple[Capture, Check]:
+        """The teacher's outputs of these rows, made where they are missing, and the line about their reproduction."""
+        name = "the teacher reproduces its capture"
+        reproduction = None
+        if isinstance(self.teacher, Capture):
+            self.teacher.require_panel(self.panel)
+            capture = self.teacher
+        else:
+            capture, reproduction = ensure_capture(
+                self.teacher, self.panel, self.rows, device=device, memory_budget=memory_budget
+            )
+        if reproduction is None:
+            return capture, Check(name=name, passed=True, figure="captured in this run, or its weights are not here")
+        return capture, Check(name=name, passed=reproduction.top1_exact, figure=reproduction.line())
+
+
+def panel_for(folder: Path, tokenizer_sha256: str) -> Panel:
+    """The panel as sealed for a model's tokenizer; its default seal where the model has none."""
+    return ensure_built(folder, tokenizer=None if tokenizer_sha256 == NO_TOKENIZER else tokenizer_sha256)
+
+
+def first_rows(panel: Panel, count: int | None) -> Sequence[Row]:
+    """The first ``count`` rows of a panel, or all."""
+    if count is not None and not 1 <= count <= len(panel.rows):
+        raise UsageError(f"--rows {count}: panel {panel.name} has {len(panel.rows)} rows", "ask for 1 up to that many")
+    return panel.rows[:count]
+
+
+def find_yardstick(
+    folder: Path, rows: int | None, teacher: str | None, candidate: ModelFolder | None, tokenizer_sha256: str
+) -> Yardstick:
+    """Find the panel's rows and the teacher that a candidate is held against.
+
+    Args:
+        folder: the panel's.
+        rows: only the first so many.
+        teacher: what the user names, as `load_teacher` takes it; without it the candidate's card says.
+        tokenizer_sha256: the candidate's, for which the panel must be sealed.
+    """
+    named = load_teacher(teacher, candidate)
+    panel = panel_for(folder, tokenizer_sha256)
+    found = open_capture(named) if isinstance(named, Path) else find_teacher(named, panel)
+    return Yardstick(folder=folder, panel=panel, rows=first_rows(panel, rows), teacher=found)

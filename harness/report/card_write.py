@@ -18,8 +18,7 @@ from harness.report.card_pictures import draw_all, shown
 from harness.report.card_sources import Part, collect
 from harness.report.card_tasks import load_tasks
 from harness.store import atomic_path, folder_lock, refuse_paths, write_json, write_text
-from harness.tasks.receipt import FILE as TASKS
-from harness.tasks.receipt import ITEMS, load_receipt
+from harness.tasks.receipt import ITEMS, TASKS_FILE, load_receipt
 
 README = "README.md"
 #: What `fidelity verify` needs to render the same card again, beside the receipts.
@@ -149,7 +148,7 @@ def _copy_tasks(run: Path, target: Path) -> str:
     source = run if run.is_dir() else run.parent
     receipt = load_receipt(source)
     folder = f"tasks-{slug(receipt.name)}-{receipt.key[:8]}"
-    for name in (TASKS, ITEMS):
+    for name in (TASKS_FILE, ITEMS):
         original, copy = source / name, target / folder / name
         if original.is_file() and original.resolve() != copy.resolve():
             with atomic_path(copy) as temporary:

@@ -7,43 +7,31 @@ the lane ``served``. The server's weights cannot be seen: the receipt says which
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.capture import Capture, open_capture
+from harness.capture import Capture
 from harness.digest import json_digest
 from harness.engines.open import NO_TOKENIZER
-from harness.environment import environment, source_digest
 from harness.errors import UsageError
-from harness.measure.receipt import Role
+from harness.measure.folder import finished, folder_name, write_run
+from harness.measure.receipt import Measurement, Role
 from harness.measure.result import build_measurement
-from harness.measure.rows import finished_rows, join_rows, write_row
-from harness.measure.run import (
-    BYTES_PER_POSITION,
-    REPORTS,
-    Candidate,
-    Result,
-    candidate_of,
-    captured,
-    chosen,
-    finished,
-    panel_for,
-    reproduction_check,
-)
-from harness.measure.teacher import TeacherModel, find_teacher, load_teacher
+from harness.measure.rows import finished_rows, join_rows, require_room, write_row
+from harness.measure.run import MEASUREMENT, Candidate, Result, candidate_of
+from harness.measure.teacher import Yardstick, find_yardstick, load_teacher
 from harness.progress import phase
 from harness.served.checks_server import load_of
 from harness.served.connect import connect
 from harness.served.floor import Question, floor_of, require_same_weights
 from harness.served.identity import ServedWeights
 from harness.served.preflight import check_row, check_served
-from harness.served.score import AskedIds, additions, ask_of, score_served
+from harness.served.score import AskedIds, ask_of, receipt_extras, score_served
 from harness.served.seam import ServedEngine, ServedRow
-from harness.store import folder_lock, require_space, write_json
-from harness.types import UNKNOWN, Check, Panel, Row
+from harness.store import folder_lock
+from harness.types import UNKNOWN, Check, Row
 
 Server = Literal["vllm", "sglang"]
 #: Top tokens a position that are asked for where the user does not say.
@@ -93,15 +81,13 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """All that a run needs at hand."""
+    """All that a run needs at hand; ``name`` is the candidate's, or what the server calls its model."""
 
     request: ServedRequest
     engine: ServedEngine
     candidate: Candidate | None
     name: str
-    panel: Panel
-    rows: Sequence[Row]
-    teacher: TeacherModel | Capture
+    yardstick: Yardstick
     key: str
     folder: Path
 
@@ -124,22 +110,48 @@ def measure_served(request: ServedRequest) -> Result:
         concurrency=request.concurrency,
         weights=_weights(candidate),
     )
-    named = load_teacher(request.teacher, candidate.located if candidate else None)
-    panel = panel_for(request.panel, candidate.tokenizer_sha256 if candidate else NO_TOKENIZER)
-    teacher = open_capture(named) if isinstance(named, Path) else find_teacher(named, panel)
-    rows = chosen(panel, request.rows)
-    key = _key(request, engine, panel, rows, teacher)
-    name = candidate.located.name if candidate else engine.identity.model
-    part = "" if len(rows) == len(panel.rows) else f"-rows{len(rows)}"
-    folder = request.out or REPORTS / f"{name.replace(' ', '-')}--{request.server}--{panel.name}--{key[:8]}{part}"
-    run = _Run(
-        request=request, engine=engine, candidate=candidate, name=name, panel=panel, rows=rows,
-        teacher=teacher, key=key, folder=folder,
-    )  # fmt: skip
+    tokenizer = candidate.tokenizer_sha256 if candidate else NO_TOKENIZER
+    located = candidate.located if candidate else None
+    yardstick = find_yardstick(request.panel, request.rows, request.teacher, located, tokenizer)
+    key = _key(request, engine, yardstick)
+    name = located.name if located else engine.identity.model
+    named = folder_name(name, request.server, yardstick.panel.name, key=key, partial=yardstick.partial)
+    folder = request.out or named
     with folder_lock(folder):
-        if done := finished(folder, key):
+        if done := finished(folder, key, MEASUREMENT):
             return Result(folder=folder, measurement=done, reused=True)
-        return _measure(run)
+        run = _Run(
+            request=request, engine=engine, candidate=candidate, name=name, yardstick=yardstick, key=key, folder=folder
+        )
+        return Result(folder=folder, measurement=_measure(run), reused=False)
+
+
+def _measure(run: _Run) -> Measurement:
+    """Capture, preflight, rows, receipt, bookkeeping."""
+    started, yardstick = time.time(), run.yardstick
+    require_room(run.folder, yardstick.rows)
+    capture, reproduced = yardstick.captured(run.request.device)
+    checks = _preflight(run, capture)
+    wire = _ask_and_score(run, capture)
+    table = join_rows(run.folder, yardstick.panel, yardstick.rows, run.key)
+    measurement = build_measurement(
+        run.folder,
+        table,
+        yardstick=yardstick,
+        capture=capture,
+        identity=run.engine.identity,
+        scoring=_scoring(run, capture),
+        key=run.key,
+        checks=[*checks, reproduced],
+        name=run.name,
+        candidate=run.candidate.located if run.candidate else None,
+        role=run.request.role,
+        notes=_notes(run),
+        estimator="lower_bound",
+        extras=receipt_extras(table, yardstick.panel),
+    )
+    write_run(run.folder, started, tokens=wire.tokens, wire_bytes=wire.bytes, server_seconds=round(wire.seconds, 2))
+    return measurement
 
 
 def floor_request(request: ServedRequest) -> ServedRequest:
@@ -161,65 +173,26 @@ def _weights(candidate: Candidate | None) -> ServedWeights:
     )
 
 
-def _key(
-    request: ServedRequest, engine: ServedEngine, panel: Panel, rows: Sequence[Row], teacher: TeacherModel | Capture
-) -> str:
+def _key(request: ServedRequest, engine: ServedEngine, yardstick: Yardstick) -> str:
     """Digest of all that decides the numbers. The address is no part of it; what the server says of itself is."""
     identity, fixed_ids = engine.identity, engine.capabilities.fixed_ids
-    return json_digest(
-        {
-            "panel": panel.sha256,
-            "rows": [row.index for row in rows],
-            "registration": panel.registration_sha256,
-            "teacher": teacher.sha256 if isinstance(teacher, Capture) else teacher.capture_key(panel),
-            "engine": asdict(identity) | {"settings": dict(identity.settings)},
-            "role": request.role,
-            "k": request.k,
-            "fixed_ids": fixed_ids,
-            "tail_samples": request.tail_samples if fixed_ids else 0,
-            "seed": request.seed if fixed_ids else 0,
-            "concurrency": request.concurrency,
-            "source": source_digest(),
-            "environment": environment(),
-        }
-    )
-
-
-def _measure(run: _Run) -> Result:
-    started = time.time()
-    require_space(run.folder, sum(len(row.ids_T) for row in run.rows) * BYTES_PER_POSITION, "this measurement")
-    capture, reproduction = captured(run.teacher, run.panel, run.rows, run.request.device)
-    checks = _preflight(run, capture)
-    wire = _ask_and_score(run, capture)
-    checks.append(reproduction_check(reproduction))
-    table = join_rows(run.folder, run.panel, run.rows, run.key)
-    measurement = build_measurement(
-        run.folder,
-        table,
-        panel=run.panel,
-        rows=run.rows,
-        capture=capture,
-        identity=run.engine.identity,
-        scoring=_scoring(run, capture),
-        key=run.key,
-        checks=checks,
-        name=run.name,
-        candidate=run.candidate.located if run.candidate else None,
-        panel_folder=run.request.panel,
-        role=run.request.role,
-        notes=_notes(run),
-        estimator="lower_bound",
-        more=additions(table, run.panel),
-    )
-    _write_run(run.folder, started, wire)
-    return Result(folder=run.folder, measurement=measurement, reused=False)
+    asked = {
+        "engine": asdict(identity) | {"settings": dict(identity.settings)},
+        "role": request.role,
+        "k": request.k,
+        "fixed_ids": fixed_ids,
+        "tail_samples": request.tail_samples if fixed_ids else 0,
+        "seed": request.seed if fixed_ids else 0,
+        "concurrency": request.concurrency,
+    }
+    return json_digest(yardstick.key() | asked)
 
 
 def _preflight(run: _Run, capture: Capture) -> list[Check]:
-    longest = max(run.rows, key=lambda row: len(row.ids_T))
+    longest = max(run.yardstick.rows, key=lambda row: len(row.ids_T))
     return check_served(
         run.engine,
-        run.rows,
+        run.yardstick.rows,
         k=run.request.k,
         vocab_size=_vocabulary(capture),
         teacher_nll_T=capture.row(longest.index).nll,
@@ -231,7 +204,7 @@ def _ask_and_score(run: _Run, capture: Capture) -> Wire:
     """Every missing row: asked, checked, scored against the capture, and stored before the next is taken."""
     parts, request, vocab = run.folder / "rows", run.request, _vocabulary(capture)
     present, wire = finished_rows(parts, run.key), Wire()
-    todo = [row for row in run.rows if row.index not in present]
+    todo = [row for row in run.yardstick.rows if row.index not in present]
     asked: dict[int, AskedIds] = {}
 
     def ask(row: Row) -> Any:
@@ -274,8 +247,8 @@ def _scoring(run: _Run, capture: Capture) -> dict[str, Any]:
         require_same_weights(run.name, capture.identity.weights_sha256, run.engine.identity.weights_sha256)
         return asked
     question = Question(
-        panel_sha256=run.panel.sha256,
-        rows=len(run.rows),
+        panel_sha256=run.yardstick.panel.sha256,
+        rows=len(run.yardstick.rows),
         identity=run.engine.identity,
         teacher_sha256=capture.identity.weights_sha256,
         scoring=asked,
@@ -293,18 +266,3 @@ def _notes(run: _Run) -> list[str]:
             "the weights digest is that of the folder named; what the server loaded cannot be seen from outside"
         )
     return notes
-
-
-def _write_run(folder: Path, started: float, wire: Wire) -> None:
-    ended = time.time()
-    write_json(
-        folder / "run.json",
-        {
-            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-            "seconds": round(ended - started, 1),
-            "tokens": wire.tokens,
-            "tokens_per_second": round(wire.tokens / (ended - started), 1),
-            "wire_bytes": wire.bytes,
-            "server_seconds": round(wire.seconds, 2),
-        },
-    )

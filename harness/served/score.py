@@ -18,7 +18,7 @@ import numpy as np
 from harness.capture import Capture, CapturedRow
 from harness.errors import EngineError
 from harness.measure.receipt import Interval
-from harness.measure.result import Additions
+from harness.measure.result import Extras
 from harness.scoring import bounds
 from harness.served.known_ids import (
     AskedIds,
@@ -223,11 +223,11 @@ class Positions(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
-def additions(table: Positions, panel: Panel) -> Additions:
+def receipt_extras(table: Positions, panel: Panel) -> Extras:
     """Summary, intervals and counts of a run whose positions hold the columns of `EXTRA_DTYPES`."""
     columns = {name: np.asarray(table[name].to_numpy()) for name in (*EXTRA_DTYPES, "kl", "agree", "top1_candidate")}
     row_N = np.asarray(table["row"].to_numpy())
-    return Additions(
+    return Extras(
         summary=served_summary(columns),
         intervals=served_intervals(columns, row_N, panel),
         counts=served_counts(columns),

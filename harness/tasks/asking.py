@@ -97,7 +97,7 @@ def prompts_digest(prompt_hashes: Sequence[tuple[str, str]]) -> str:
 # One JSON line an answer, keyed by a digest of the model, its settings and the prompt: another model's file can answer
 # nothing (FAULTS A 51), and no text of a question is in it.
 
-FILE = "answers.jsonl"
+ANSWERS_FILE = "answers.jsonl"
 Answer = tuple[float, bool]
 
 
@@ -109,7 +109,7 @@ class Answers:
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._file, self._key = folder / FILE, key
+        self._file, self._key = folder / ANSWERS_FILE, key
         self._known: dict[str, Answer] = {}
         self._read()
 

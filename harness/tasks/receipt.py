@@ -18,7 +18,7 @@ from harness.store import write_receipt
 from harness.tasks.pooling import Count, plus_minus, pool
 from harness.types import Check
 
-FILE = "tasks.json"
+TASKS_FILE = "tasks.json"
 ITEMS = "items.parquet"
 
 
@@ -149,12 +149,12 @@ def selection(receipt: TaskReceipt, entry: str) -> str:
 
 def save_receipt(folder: Path, receipt: TaskReceipt) -> None:
     """Write tasks.json; it comes last, so its existence means that the run is whole."""
-    write_receipt(folder / FILE, receipt.model_dump())
+    write_receipt(folder / TASKS_FILE, receipt.model_dump())
 
 
 def load_receipt(path: Path) -> TaskReceipt:
     """Read tasks.json from its folder or from the file itself."""
-    file = path / FILE if path.is_dir() else path
+    file = path / TASKS_FILE if path.is_dir() else path
     return load_json(file, TaskReceipt, "name a folder that `fidelity tasks` wrote, or run the tasks again")
 
 

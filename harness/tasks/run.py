@@ -10,22 +10,28 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.digest import file_digest, json_digest
-from harness.errors import IncomparableError, Refused
+from harness.digest import json_digest
+from harness.measure.folder import Kind, finished, folder_name, write_run
 from harness.progress import quiet_transformers
-from harness.store import folder_lock, write_json
+from harness.store import folder_lock
 from harness.tasks.asking import Answers
 from harness.tasks.loading import Source, find_sources, load_definitions, load_tasks, load_what_is_there
 from harness.tasks.outcome import Circumstances, build_receipt, versions
-from harness.tasks.receipt import FILE, ITEMS, Missing, TaskReceipt, load_receipt
+from harness.tasks.receipt import ITEMS, TASKS_FILE, Missing, TaskReceipt, load_receipt
 from harness.tasks.subject import Request, Subject, find_subject, model_key, open_subject
 from harness.tasks.suite import Suite, SuiteLock, find_suite, load_lock, load_suite, save_lock
 
-REPORTS = Path("reports")
+TASKS = Kind(
+    noun="run",
+    receipt_file=TASKS_FILE,
+    table_file=ITEMS,
+    load=load_receipt,
+    table_sha256=lambda receipt: receipt.items_sha256,
+    repair="run again",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +51,9 @@ def run_suite(request: Request) -> Result:
     answers_key = json_digest(model_key(request, subject))
     key = json_digest({"answers": answers_key} | _question_key(request, suite, sources, missing))
     part = f"-limit{request.limit}" if request.limit else ""
-    folder = request.out or REPORTS / f"{subject.located.name}--tasks-{suite.name}--{key[:8]}{part}"
+    folder = request.out or folder_name(subject.located.name, f"tasks-{suite.name}", key=key, partial=part)
     with folder_lock(folder):
-        done = _finished(folder, key)
-        if done:
+        if done := finished(folder, key, TASKS):
             return Result(folder=folder, receipt=done, reused=True)
         receipt = _run(request, suite, lock, sources, missing, subject, folder, key, answers_key)
     return Result(folder=folder, receipt=receipt, reused=False)
@@ -80,20 +85,6 @@ def _question_key(
     }
 
 
-def _finished(folder: Path, key: str) -> TaskReceipt | None:
-    if not (folder / FILE).is_file():
-        return None
-    found = load_receipt(folder)
-    if found.key != key:
-        raise IncomparableError(
-            f"{folder.name} holds the run {found.key[:12]} of {found.name}, this one is {key[:12]}",
-            "give another --out, or remove that folder",
-        )
-    if not (folder / ITEMS).is_file() or file_digest(folder / ITEMS) != found.items_sha256:
-        raise Refused(f"{folder.name}/{ITEMS} is not what its tasks.json was made from", "remove the folder, run again")
-    return found
-
-
 def _run(
     request: Request,
     suite: Suite,
@@ -122,19 +113,5 @@ def _run(
         )
         receipt = build_receipt(folder, circumstances, samples, metrics, lm)
     answers.discard()
-    _write_run(folder, started, receipt, already)
+    write_run(folder, started, items=receipt.items, answers_kept_from_before=already)
     return receipt
-
-
-def _write_run(folder: Path, started: float, receipt: TaskReceipt, already: int) -> None:
-    """run.json: when and how long; no part of any comparison."""
-    seconds = time.time() - started
-    write_json(
-        folder / "run.json",
-        {
-            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-            "seconds": round(seconds, 1),
-            "items": receipt.items,
-            "answers_kept_from_before": already,
-        },
-    )

@@ -15,13 +15,13 @@ from harness.digest import file_digest
 from harness.errors import PanelError
 from harness.measure import summary
 from harness.measure.receipt import Measurement, load_measurement
-from harness.measure.result import Additions, intervals, text_additions
+from harness.measure.result import Extras, intervals, text_extras
 from harness.measure.text_size import BYTES, WORDS, TextSize
 from harness.registration import Registration
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text, started
 from harness.report.tables import load_positions
-from harness.served.score import EXTRA_DTYPES, additions
+from harness.served.score import EXTRA_DTYPES, receipt_extras
 from harness.stats import Totals, mean_kl_interval, t_interval
 from harness.store import plain
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
@@ -182,8 +182,8 @@ def _verify_numbers(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> No
     scores = Scores(**{name: frame[name].to_numpy() for name in SCORE_DTYPES})
     row_N = frame["row"].to_numpy()
     panel = _panel_of(m)
-    more = additions(frame, panel) if set(EXTRA_DTYPES) <= set(frame.columns) else Additions()
-    more = text_additions(scores, _text_size(m), more)
+    more = receipt_extras(frame, panel) if set(EXTRA_DTYPES) <= set(frame.columns) else Extras()
+    more = text_extras(scores, _text_size(m), more)
     again = summary.summarise(scores, row_N, frame["position"].to_numpy()) | dict(more.summary)
     outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again}, again)
     outcome.compare("counts", m.counts, summary.counts(scores) | dict(more.counts))

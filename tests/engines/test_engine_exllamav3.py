@@ -21,11 +21,11 @@ from harness.engines.hf import TransformersEngine, head_logits
 from harness.engines.models import ModelFolder
 from harness.engines.open import before_opening, open_local
 from harness.errors import EngineError, UsageError
-from harness.measure.preflight import check_engine
 from harness.measure.rows import one_sided, targets_of
 from harness.types import Hidden, Row
 from tests import tiny
 from tests.engines import fake_exllamav3
+from tests.measure.checked import check_engine
 
 #: Two float16 roundings (final norm, bf16 head is exact) on a model whose logits reach 20.
 NLL_TOLERANCE = 5e-3

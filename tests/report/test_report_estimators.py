@@ -14,7 +14,7 @@ from harness.cli import app
 from harness.compare import compare
 from harness.errors import IncomparableError, UsageError
 from harness.measure.receipt import Measurement, load_measurement, save_measurement
-from harness.measure.result import Additions
+from harness.measure.result import Extras
 from harness.report.estimators import (
     PICTURE,
     columns_of,
@@ -31,7 +31,7 @@ from harness.report.run_report import report_text, write_report
 from harness.report.tables import load_positions
 from harness.report.terminal import measurement_table
 from harness.scoring import bounds
-from harness.served.score import EXTRA_DTYPES, additions
+from harness.served.score import EXTRA_DTYPES, receipt_extras
 from harness.types import SCORE_DTYPES
 from harness.verify.run import verify_run
 from tests.report.fake_run import log_softmax, panel_of, score, side, write_run
@@ -113,7 +113,7 @@ def make_run(folder: Path, noise: float = 0.3, k: int | None = None, m: int = 0,
         "scoring": {**scoring, **changes.pop("scoring", {})},  # type: ignore[dict-item]
         "candidate": side(model="org/quant-exl3", engine="vllm", lane="served", weights_sha256="f" * 64),
     }
-    more = additions(frame, panel_of(frame))
+    more = receipt_extras(frame, panel_of(frame))
     made = write_run(folder, frame, **{**given, **changes})
     save_measurement(folder, with_additions(made, more))
     told = {"started": "2026-01-01T00:00:00+00:00", "seconds": 3.0 + k / 50, "wire_bytes": 1024 * (70 * k + 200)}
@@ -121,7 +121,7 @@ def make_run(folder: Path, noise: float = 0.3, k: int | None = None, m: int = 0,
     return folder
 
 
-def with_additions(made: Measurement, more: Additions) -> Measurement:
+def with_additions(made: Measurement, more: Extras) -> Measurement:
     update = {
         "summary": made.summary | dict(more.summary),
         "intervals": made.intervals | dict(more.intervals),
@@ -218,7 +218,7 @@ def test_an_unknown_choice_is_no_disagreement(tmp_path: Path) -> None:
     frame = frame.astype({**SCORE_DTYPES, **EXTRA_DTYPES})
     changes = {"estimator": "lower_bound", "lane": "served", "scoring": {"way": "fixed ids", "k": 20}}
     made = write_run(folder, frame, **changes)
-    save_measurement(folder, with_additions(made, additions(frame, panel_of(frame))))
+    save_measurement(folder, with_additions(made, receipt_extras(frame, panel_of(frame))))
     report = write_report(folder).read_text()
     low, high = frame["agree"].mean(), frame["agree"].mean() + hidden.mean()
     assert f"between {100 * low:.2f} % and {100 * high:.2f} %" in report

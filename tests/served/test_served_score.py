@@ -18,7 +18,7 @@ from harness.measure.rows import row_table, scores_of
 from harness.scoring import known, score_hidden
 from harness.scoring.known import teacher_logprobs_at, teacher_top_and_tail
 from harness.served import score as served
-from harness.served.score import AskedIds, additions, ask_of, score_served
+from harness.served.score import AskedIds, ask_of, receipt_extras, score_served
 from harness.served.seam import ServedRow
 from harness.types import SCORE_DTYPES, Hidden, Logits, Panel, Row, Scores, TopK
 from tests.capture.conftest import make_head, make_identity, make_panel
@@ -394,7 +394,7 @@ def run_table(served_by: Served, parts: list[tuple[Scores, dict[str, np.ndarray]
 
 def test_summary_of_fixed_ids(small: Served) -> None:
     table = run_table(small, [asked_scores(small, i, 20, 64) for i in range(3)])
-    found = additions(table, small.panel)
+    found = receipt_extras(table, small.panel)
     mass = table["captured_teacher_mass"].to_numpy()
     s = found.summary
     assert s["captured_teacher_mass_mean"] == mass.mean() and s["captured_teacher_mass_min"] == mass.min()
@@ -417,7 +417,7 @@ def test_summary_of_fixed_ids(small: Served) -> None:
 
 def test_summary_of_a_top_k(small: Served) -> None:
     table = run_table(small, [small.score(i, 20) for i in range(3)])
-    found, scores = additions(table, small.panel), scores_of(table)
+    found, scores = receipt_extras(table, small.panel), scores_of(table)
     assert found.summary["kl_tail_estimate_mean"] is None and found.summary["kl_tail_estimate_se"] is None
     assert "top1_agreement_low" not in found.summary and "tail_estimate_unknown" not in found.counts
     assert found.counts == {
@@ -440,6 +440,6 @@ def test_an_estimate_that_is_missing_somewhere_is_withheld(small: Served) -> Non
     values = table["kl_tail_estimate"].to_numpy().copy()
     values[7] = np.nan
     place = table.column_names.index("kl_tail_estimate")
-    found = additions(table.set_column(place, "kl_tail_estimate", pa.array(values)), small.panel)
+    found = receipt_extras(table.set_column(place, "kl_tail_estimate", pa.array(values)), small.panel)
     assert found.summary["kl_tail_estimate_mean"] is None and found.counts["tail_estimate_unknown"] == 1
     assert "kl_tail_estimate_mean" not in found.intervals

@@ -255,9 +255,9 @@ def response_cache(folder: Path) -> None:
         key(stored, [row], packed=True),
         key(made.capture(folder / "d", [row], [p.flip(1)], None), [row]),
     ]
-    with mock.patch("harness.measure.run.environment", lambda: {"torch": "another"}):
+    with mock.patch("harness.measure.teacher.environment", lambda: {"torch": "another"}):
         others.append(key(stored, [row]))
-    with mock.patch("harness.measure.run.source_digest", lambda: "another"):
+    with mock.patch("harness.measure.teacher.source_digest", lambda: "another"):
         others.append(key(stored, [row]))
     assert len({base, *others}) == 1 + len(others)
     scores = score_logits(p[:2], p[:2], row.ids_T[1:])

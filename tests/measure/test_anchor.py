@@ -307,7 +307,7 @@ def test_bad_requests(workplace: Path, anchors: dict[str, Result], teacher_folde
             scheme_of(name, group)
     capture = next((workplace / "teachers/captures").glob("tiny-teacher-*"))
     with pytest.raises(UsageError, match="is a capture"):
-        teacher_on(str(capture), panel_folder)
+        teacher_on(str(capture), panel_folder, None)
 
 
 def test_the_command(anchors: dict[str, Result], teacher_folder: Path, panel_folder: Path) -> None:

@@ -35,7 +35,7 @@ def made_up_model(folder: Path, width: int, layers: int) -> ModelFolder:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return ModelFolder(folder=folder, name="made-up", revision="none")
+    return ModelFolder(path=folder, name="made-up", revision="none")
 
 
 def run(folder: Path, width: int, layers: int, rows: int, length: int, rounds: int) -> list[Figure]:

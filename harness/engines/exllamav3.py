@@ -158,7 +158,7 @@ class ExllamaV3Engine:
             weights_sha256=weights_sha256,
             head_sha256=self._head.sha256,
             tokenizer_sha256=tokenizer_sha256,
-            weights_dtype=stored_dtype(located.folder),
+            weights_dtype=stored_dtype(located.path),
             compute_dtype="float16",
             lane="served",
             device=device_name(str(self._device)),
@@ -279,11 +279,11 @@ class ExllamaV3Engine:
 def _build(package: Any, located: ModelFolder, row_tokens: int) -> tuple[Any, Any]:
     """Config and model without weights. The context length decides between two sets of RoPE factors, so it is first."""
     try:
-        config = package.Config.from_directory(str(located.folder))
+        config = package.Config.from_directory(str(located.path))
         config.override_dynamic_seq_len(row_tokens)
         return config, package.Model.from_config(config)
     except (AssertionError, ValueError, KeyError, NotImplementedError) as error:
-        first = (str(error) or type(error).__name__).splitlines()[0].replace(str(located.folder), located.name)
+        first = (str(error) or type(error).__name__).splitlines()[0].replace(str(located.path), located.name)
         raise EngineError(
             f"exllamav3 {package.__version__} does not open {located.name}: {first}",
             "update exllamav3, or measure with the reference engine (leave out --engine)",
@@ -320,7 +320,7 @@ def _own_head(module: Any, located: ModelFolder, vocab_size: int | None) -> Head
             "measure it with the reference engine (leave out --engine)",
         )
     return head_at(
-        located.folder,
+        located.path,
         names,
         width=module.in_features_unpadded,
         columns=module.out_features_unpadded,

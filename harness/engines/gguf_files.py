@@ -41,14 +41,14 @@ def locate_gguf(source: str, revision: str | None) -> ModelFolder:
     if source.startswith(PACKAGE):
         package = source.removeprefix(PACKAGE)
         file = package_gguf(package, revision)
-        return ModelFolder(folder=file, name=file.stem, revision=f"{package}=={importlib.metadata.version(package)}")
+        return ModelFolder(path=file, name=file.stem, revision=f"{package}=={importlib.metadata.version(package)}")
     path = Path(source).expanduser()
     file = _only_model(path) if path.is_dir() else path
     if not file.is_file() or file.suffix != ".gguf":
         raise UsageError(f"there is no GGUF file {path.name}", "name a .gguf file; fetch one with `hf download`")
     first = gguf_parts(file)[0]
     part = _PART.fullmatch(first.stem)
-    return ModelFolder(folder=first, name=part["stem"] if part else first.stem, revision=revision or "local")
+    return ModelFolder(path=first, name=part["stem"] if part else first.stem, revision=revision or "local")
 
 
 def gguf_parts(file: Path) -> list[Path]:
@@ -70,8 +70,8 @@ def gguf_parts(file: Path) -> list[Path]:
 
 def digests_of_gguf(located: ModelFolder) -> tuple[str, str]:
     """Content digests of a model's files and of the tokenizer inside them."""
-    parts = [file_digest(path) for path in gguf_parts(located.folder)]
-    return parts[0] if len(parts) == 1 else json_digest(parts), tokenizer_digest(located.folder)
+    parts = [file_digest(path) for path in gguf_parts(located.path)]
+    return parts[0] if len(parts) == 1 else json_digest(parts), tokenizer_digest(located.path)
 
 
 def gguf_dtype(file: Path) -> str:

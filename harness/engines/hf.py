@@ -153,7 +153,7 @@ class TransformersEngine:
         self._device = device or default_device()
         self._dtype = dtype_of(compute, self._device)
         self._located = located
-        self._model = load_model(located.folder, self._dtype, self._device, packed=packed)
+        self._model = load_model(located.path, self._dtype, self._device, packed=packed)
         altered = alter(self._model) if alter else {}
         self._limit = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         own = head_of(self._model, vocab_size)
@@ -243,14 +243,14 @@ def identity_of(
         altered: what a change to the loaded model adds to the settings.
     """
     return EngineIdentity(
-        engine="exl3" if is_exl3(located.folder) else "transformers",
+        engine="exl3" if is_exl3(located.path) else "transformers",
         version=_version(),
         model=located.name,
         revision=located.revision,
         weights_sha256=digests[0],
         head_sha256=head.sha256,
         tokenizer_sha256=digests[1],
-        weights_dtype=stored_dtype(located.folder),
+        weights_dtype=stored_dtype(located.path),
         compute_dtype=str(dtype).removeprefix("torch."),
         lane="weights",
         device=device_name(device),

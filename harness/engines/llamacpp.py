@@ -69,7 +69,7 @@ class LlamaCppEngine:
     ) -> None:
         package = import_llama()
         self._located, self._row_tokens = located, row_tokens
-        self._metadata = gguf_scalars(located.folder)
+        self._metadata = gguf_scalars(located.path)
         threads = threads or len(os.sched_getaffinity(0))
         layers = _gpu_layers(package, device) if gpu_layers is None else gpu_layers
         self._llama = _open(
@@ -100,7 +100,7 @@ class LlamaCppEngine:
             weights_sha256=weights_sha256,
             head_sha256=weights_sha256,
             tokenizer_sha256=tokenizer_sha256,
-            weights_dtype=gguf_dtype(located.folder),
+            weights_dtype=gguf_dtype(located.path),
             # llama.cpp chooses a type for each product: float32 activations, or 8-bit blocks of them.
             compute_dtype="ggml",
             lane="served",
@@ -201,9 +201,9 @@ def import_llama() -> Any:
 
 def _open(package: Any, located: ModelFolder, **arguments: Any) -> Any:
     try:
-        return package.Llama(str(located.folder), logits_all=True, verbose=False, **arguments)
+        return package.Llama(str(located.path), logits_all=True, verbose=False, **arguments)
     except (ValueError, RuntimeError, AssertionError) as error:
-        first = (str(error) or type(error).__name__).splitlines()[0].replace(str(located.folder), located.name)
+        first = (str(error) or type(error).__name__).splitlines()[0].replace(str(located.path), located.name)
         raise EngineError(
             f"llama.cpp of llama-cpp-python {package.__version__} does not open {located.name}: {first}",
             "fetch the file again; if it is whole, update llama-cpp-python",

@@ -23,9 +23,12 @@ HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "tokenizer*", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A model on this disk. ``name`` and ``revision`` go into receipts; ``folder`` never does."""
+    """A model on this disk: ``path`` is its folder, or the file of a GGUF model.
 
-    folder: Path
+    ``name`` and ``revision`` go into receipts; ``path`` never does.
+    """
+
+    path: Path
     name: str
     revision: str
 
@@ -45,7 +48,7 @@ def locate(source: str, revision: str | None, *, cache: Path, weights_dtype: DTy
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder.name} is not a checkpoint: it has no config.json", "name the folder itself")
-        return ModelFolder(folder=folder, name=folder.resolve().name, revision=revision or "local")
+        return ModelFolder(path=folder, name=folder.resolve().name, revision=revision or "local")
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise UsageError(f"{source} is neither a checkpoint folder nor a Hub id", "give a folder or org/name")
     return _from_hub(source, revision)
@@ -68,7 +71,7 @@ def _from_hub(source: str, revision: str | None) -> ModelFolder:
             f"{source} cannot be fetched from the Hub: {first}", "check the name and --revision"
         ) from error
     # A snapshot folder is named by its commit.
-    return ModelFolder(folder=Path(path), name=source, revision=Path(path).name)
+    return ModelFolder(path=Path(path), name=source, revision=Path(path).name)
 
 
 def _from_package(package: str, version: str | None, cache: Path, dtype: DType) -> ModelFolder:
@@ -77,7 +80,7 @@ def _from_package(package: str, version: str | None, cache: Path, dtype: DType) 
     folder = cache / f"{gguf.stem}-{installed}-{dtype}"
     if not (folder / "config.json").is_file():
         convert_gguf(gguf, folder, dtype)
-    return ModelFolder(folder=folder, name=gguf.stem, revision=f"{package}=={installed}")
+    return ModelFolder(path=folder, name=gguf.stem, revision=f"{package}=={installed}")
 
 
 def package_gguf(package: str, version: str | None) -> Path:

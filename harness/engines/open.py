@@ -118,15 +118,15 @@ def digests_of(located: ModelFolder) -> tuple[str, str]:
     """Content digests of the weights and of the tokenizer (``absent`` where the folder has none)."""
     from harness.exl3.headers import weights_digest
 
-    return weights_digest(located.folder), tokenizer_of(located)
+    return weights_digest(located.path), tokenizer_of(located)
 
 
 def tokenizer_of(located: ModelFolder) -> str:
     """Content digest of the tokenizer, or ``absent``."""
     from harness.panel import tokenizer_digest
 
-    has_tokenizer = any((located.folder / name).is_file() for name in TOKENIZER_FILES)
-    return tokenizer_digest(located.folder) if has_tokenizer else NO_TOKENIZER
+    has_tokenizer = any((located.path / name).is_file() for name in TOKENIZER_FILES)
+    return tokenizer_digest(located.path) if has_tokenizer else NO_TOKENIZER
 
 
 def memory_budget_of(text: str | None) -> MemoryBudget:

@@ -60,8 +60,8 @@ class StreamingEngine:
         self._device = device or default_device()
         self._dtype = dtype_of(compute, self._device)
         self._located, self._budget = located, memory_budget
-        self._model = skeleton(located.folder, self._dtype, self._device)
-        self._weights = Weights(self._model, located.folder, self._device)
+        self._model = skeleton(located.path, self._dtype, self._device)
+        self._weights = Weights(self._model, located.path, self._device)
         path, self._layers = decoder_layers(self._model)
         self._stages = [self._weights.under(f"{path}.{index}") for index in range(len(self._layers))]
         self._gates = Gates(self._model, self._layers)

@@ -71,7 +71,7 @@ class VllmLocalEngine:
             )
         self._vllm = import_vllm()
         self._located, self._row_tokens = located, row_tokens
-        self._head = head_of_folder(located.folder, vocab_size)
+        self._head = head_of_folder(located.path, vocab_size)
         asked = _arguments(row_tokens, compute, options or {})
         self._llm = _open(self._vllm, located, asked)
         self._forward = _Forward()
@@ -87,7 +87,7 @@ class VllmLocalEngine:
             weights_sha256=weights_sha256,
             head_sha256=self._head.sha256,
             tokenizer_sha256=tokenizer_sha256,
-            weights_dtype=stored_dtype(located.folder),
+            weights_dtype=stored_dtype(located.path),
             compute_dtype=str(told.pop("dtype")),
             lane="served",
             device=str(told.pop("device")),
@@ -239,10 +239,10 @@ def _arguments(row_tokens: int, compute: ComputeDType, options: Mapping[str, Any
 def _open(package: Any, located: ModelFolder, arguments: Mapping[str, Any]) -> Any:
     try:
         with _inspectable_llvmlite():
-            return package.LLM(model=str(located.folder), **arguments)
+            return package.LLM(model=str(located.path), **arguments)
     except (ValueError, RuntimeError, AssertionError, KeyError, NotImplementedError, TypeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        first = lines[0].replace(str(located.folder), located.name)
+        first = lines[0].replace(str(located.path), located.name)
         raise EngineError(
             f"vLLM {package.__version__} does not open {located.name}: {first}",
             "update vLLM (EXL3 needs a plugin), or measure with the reference engine (leave out --engine)",

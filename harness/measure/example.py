@@ -28,5 +28,5 @@ def example_candidate() -> str:
     source = locate(spec.model, spec.revision, cache=MODELS, weights_dtype=spec.weights_dtype)
     target = MODELS / f"SmolLM2-135M-exl3-{BITS}bit-mlp{LAYERS[0]}-{LAYERS[-1]}"
     settings = QuantizeSettings(bits=BITS, modules="mlp", layers=LAYERS)
-    quantize_checkpoint(source.folder, target, settings)
+    quantize_checkpoint(source.path, target, settings)
     return str(target)

@@ -119,7 +119,7 @@ def _text_size(candidate: ModelFolder | None, rows: Sequence[Row], panel: Panel)
     """Counted with the candidate's tokenizer where its files are here and it is the panel's."""
     if candidate is None or tokenizer_of(candidate) != panel.tokenizer_sha256:
         return None
-    return text_size(rows, load_tokenizer(candidate.folder))
+    return text_size(rows, load_tokenizer(candidate.path))
 
 
 def panel_identity(panel: Panel) -> PanelIdentity:
@@ -195,13 +195,13 @@ def _side(identity: EngineIdentity, **extra: object) -> SideIdentity:
 
 def census_of(candidate: ModelFolder) -> dict[str, object]:
     """Bytes of a model's files and, where its tensors can be counted, bits per weight: as in a receipt."""
-    if candidate.folder.is_file():
+    if candidate.path.is_file():
         from harness.engines.gguf_files import gguf_parts
 
-        return {"bytes": sum(part.stat().st_size for part in gguf_parts(candidate.folder))}
+        return {"bytes": sum(part.stat().st_size for part in gguf_parts(candidate.path))}
     from harness.exl3.census import sizes
 
-    counted = sizes(candidate.folder)
+    counted = sizes(candidate.path)
     return {"bytes": counted.bytes, "bits_per_weight": counted.bits_per_weight}
 
 

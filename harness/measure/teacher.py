@@ -80,7 +80,7 @@ def read_spec(path: Path) -> TeacherSpec:
 
 
 def _from_card(candidate: ModelFolder | None) -> TeacherSpec:
-    card = candidate.folder / "README.md" if candidate else None
+    card = candidate.path / "README.md" if candidate else None
     if candidate is None or card is None or not card.is_file():
         raise UsageError("no teacher is named, and the candidate has no model card", "give --teacher (TEACHER=...)")
     from huggingface_hub import ModelCard

@@ -95,7 +95,7 @@ def find_subject(request: Request) -> Subject:
     located = _locate(request)
     if tokenizer_of(located) == NO_TOKENIZER:
         raise EngineError(f"{located.name} has no tokenizer", "tasks are text: put tokenizer.json into its folder")
-    if server is not None and not any(located.folder.glob("*.safetensors")):
+    if server is not None and not any(located.path.glob("*.safetensors")):
         weights, tokenizer = UNKNOWN, tokenizer_of(located)
     else:
         weights, tokenizer = digests_of(located)
@@ -141,10 +141,10 @@ def open_subject(request: Request, subject: Subject, answers: Answers) -> tuple[
     from harness.tasks.asking import AskingLM
     from harness.tasks.reference_lm import ReferenceLM
 
-    tokenizer = load_tokenizer(subject.located.folder)
+    tokenizer = load_tokenizer(subject.located.path)
     if subject.server is not None:
         return _open_served(request, subject, subject.server, tokenizer, answers)
-    limit = context_of(subject.located.folder)
+    limit = context_of(subject.located.path)
     if request.engine != "reference":
         limit = min(limit or ROW_TOKENS, ROW_TOKENS)
     engine = _engine(request, subject, limit)
@@ -202,7 +202,7 @@ def _open_served(
     from harness.tasks.asking import AskingLM
     from harness.tasks.served import ServedPreflight, adds_special_tokens, failures, open_served, public_name
 
-    inner = open_served(server, str(subject.located.folder), tokenizer, num_concurrent=request.num_concurrent)
+    inner = open_served(server, str(subject.located.path), tokenizer, num_concurrent=request.num_concurrent)
     preflight = ServedPreflight(server, inner, tokenizer)
     # The API makes one token after every prompt.
     lm = AskingLM(inner, answers, limit=server.context, extra=1, preflights=[preflight], failures=failures())

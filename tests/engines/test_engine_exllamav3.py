@@ -56,7 +56,7 @@ def exl3_head_folder(tmp_path_factory: pytest.TempPathFactory, teacher_folder: P
 
 
 def located(folder: Path) -> ModelFolder:
-    return ModelFolder(folder=folder, name="tiny", revision="local")
+    return ModelFolder(path=folder, name="tiny", revision="local")
 
 
 def opened(folder: Path, **options: Any) -> ExllamaV3Engine:

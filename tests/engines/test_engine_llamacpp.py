@@ -64,7 +64,7 @@ def test_logits_of_each_row_alone(gguf: ModelFolder, teacher_folder: Path) -> No
     rows = rows_of(96, 40, 96, 7)
     engine = opened(gguf)
     reference = TransformersEngine(
-        ModelFolder(folder=teacher_folder, name="t", revision="local"),
+        ModelFolder(path=teacher_folder, name="t", revision="local"),
         compute="float32",
         device="cpu",
         weights_sha256="w",
@@ -86,7 +86,7 @@ def test_what_is_recorded(gguf: ModelFolder) -> None:
     assert (identity.model, identity.weights_dtype, identity.device) == ("tiny-Q4_K_M", "Q4_K_M", "cpu")
     expected = {"kv_cache_dtype": "q8_0", "n_ubatch": 90, "threads": 3, "features": "SSE3 AVX2 REPACK", "batch": 1}
     assert expected.items() <= identity.settings.items()
-    assert str(gguf.folder.parent) not in repr(identity)
+    assert str(gguf.path.parent) not in repr(identity)
 
 
 def test_through_the_chooser(gguf: ModelFolder) -> None:
@@ -141,10 +141,10 @@ def test_what_is_refused(gguf: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_file_that_does_not_open_is_one_line_without_a_path(
     gguf: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(fake_llama_cpp.Llama.models, gguf.folder.name)
+    monkeypatch.delitem(fake_llama_cpp.Llama.models, gguf.path.name)
     with pytest.raises(EngineError, match="does not open tiny-Q4_K_M: Failed to load model") as caught:
         opened(gguf)
-    assert str(gguf.folder.parent) not in str(caught.value)
+    assert str(gguf.path.parent) not in str(caught.value)
 
 
 @pytest.mark.skipif(HERE, reason="llama-cpp-python is installed")
@@ -180,8 +180,8 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
         locate_gguf(str(tmp_path), None)
     write_header(tmp_path / "big-Q4_0-00003-of-00003.gguf", file_type=2)
     located = locate_gguf(str(tmp_path / "big-Q4_0-00002-of-00003.gguf"), None)
-    assert located.name == "big-Q4_0" and located.folder.name == "big-Q4_0-00001-of-00003.gguf"
-    assert len(gguf_parts(located.folder)) == 3
+    assert located.name == "big-Q4_0" and located.path.name == "big-Q4_0-00001-of-00003.gguf"
+    assert len(gguf_parts(located.path)) == 3
 
 
 # ---- the real one ----------------------------------------------------------------------------------------------------

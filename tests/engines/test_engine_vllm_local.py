@@ -46,7 +46,7 @@ def test_states_of_each_row_alone(fake: None, teacher_folder: Path) -> None:
     rows = rows_of(96, 41, 96, 7)
     engine = opened(teacher_folder)
     reference = TransformersEngine(
-        ModelFolder(folder=teacher_folder, name="t", revision="local"),
+        ModelFolder(path=teacher_folder, name="t", revision="local"),
         compute="float32",
         device="cpu",
         weights_sha256="w",

@@ -67,7 +67,7 @@ def panel_rows(count: int, length: int = 64) -> list[Row]:
 
 
 def engine(kind: Any, folder: Path, compute: str = "float32", **more: Any) -> Any:
-    located = ModelFolder(folder=folder, name="tiny", revision="local")
+    located = ModelFolder(path=folder, name="tiny", revision="local")
     return kind(located, compute=compute, device="cpu", weights_sha256="w", tokenizer_sha256="t", **more)
 
 
@@ -200,6 +200,6 @@ def test_refusals(rows: list[Row], want: str, named: str, made: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["llama", "mixtral", "glm5-next"])
 def test_on_a_gpu(family: str, made: Any) -> None:
-    located = ModelFolder(folder=made(family).packed, name="tiny", revision="local")
+    located = ModelFolder(path=made(family).packed, name="tiny", revision="local")
     options: dict[str, Any] = {"compute": "bfloat16", "device": "cuda", "weights_sha256": "w", "tokenizer_sha256": "t"}
     same_outputs(StreamingEngine(located, **options), TransformersEngine(located, **options), panel_rows(3))

@@ -37,7 +37,7 @@ def test_exact_numbers_of_the_example_model(tmp_path: Path) -> None:
         for number, (row, length) in enumerate(zip(panel.rows, (130, 300), strict=False))
     ]
     found = _run(python, rows, tmp_path)
-    located = ModelFolder(folder=MODEL, name="example", revision="local")
+    located = ModelFolder(path=MODEL, name="example", revision="local")
     reference = TransformersEngine(located, compute="float32", device="cpu", weights_sha256="w", tokenizer_sha256="t")
     head = head_of_folder(MODEL)
     for row, theirs in zip(rows, reference.run(rows), strict=True):

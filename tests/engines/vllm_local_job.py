@@ -19,7 +19,7 @@ from harness.types import Row
 
 def main(job: Path, out: Path) -> None:
     asked = json.loads(job.read_text())
-    located = ModelFolder(folder=Path(asked["folder"]), name="served", revision="local")
+    located = ModelFolder(path=Path(asked["folder"]), name="served", revision="local")
     rows = [
         Row(index=index, ids_T=np.array(ids, dtype=np.int32), document="d", domain="d", sha256="")
         for index, ids in enumerate(asked["rows"])

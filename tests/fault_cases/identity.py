@@ -60,7 +60,7 @@ def echo(ids: list[int]) -> RowOutputs:
 
 
 def engine_of(folder: Path) -> TransformersEngine:
-    located = ModelFolder(folder=folder, name=folder.name, revision="local")
+    located = ModelFolder(path=folder, name=folder.name, revision="local")
     return open_engine(located, weights_sha256="w" * 64, tokenizer_sha256="t" * 64)
 
 

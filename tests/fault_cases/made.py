@@ -145,7 +145,7 @@ def checkpoint(folder: Path) -> ModelFolder:
     folder.mkdir()
     save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    return ModelFolder(folder=folder, name="quant", revision="local")
+    return ModelFolder(path=folder, name="quant", revision="local")
 
 
 def sealed(folder: Path, made: Panel) -> Path:

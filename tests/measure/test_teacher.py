@@ -36,7 +36,7 @@ def test_unknown_key_names_itself(tmp_path):
 )
 def test_candidates_own_card_names_its_teacher(tmp_path, card, model, revision):
     (tmp_path / "README.md").write_text(card)
-    spec = load_teacher(None, ModelFolder(folder=tmp_path, name="q", revision="local"))
+    spec = load_teacher(None, ModelFolder(path=tmp_path, name="q", revision="local"))
     assert isinstance(spec, TeacherSpec)
     assert (spec.model, spec.revision, spec.name) == (model, revision, "teacher")
 
@@ -46,7 +46,7 @@ def test_without_a_named_teacher_the_repair_says_how(tmp_path, card):
     if card:
         (tmp_path / "README.md").write_text(card)
     with pytest.raises(UsageError) as caught:
-        load_teacher(None, ModelFolder(folder=tmp_path, name="q", revision="local"))
+        load_teacher(None, ModelFolder(path=tmp_path, name="q", revision="local"))
     assert "--teacher" in caught.value.repair
 
 

@@ -50,7 +50,7 @@ def engine(tiny: ModelFolder) -> TransformersEngine:
 def tokenizer(tiny: ModelFolder) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(tiny.folder)
+    return AutoTokenizer.from_pretrained(tiny.path)
 
 
 @pytest.fixture(autouse=True)

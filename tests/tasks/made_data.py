@@ -86,7 +86,7 @@ def small(tmp_path: Path, model: ModelFolder, **change: Any) -> Request:
     suite = tmp_path / "suite" / "small.toml"
     if not suite.is_file():
         write_suite(suite.parent)
-    known = {"candidate": str(model.folder), "suite": str(suite), "data": data, "out": tmp_path / "run"}
+    known = {"candidate": str(model.path), "suite": str(suite), "data": data, "out": tmp_path / "run"}
     return Request(**(known | change))
 
 

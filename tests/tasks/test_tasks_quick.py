@@ -38,7 +38,7 @@ def hub_shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(model: ModelFolder, data: Path, out: Path) -> list[str]:
-    return ["tasks", str(model.folder), "--suite", str(QUICK), "--data", str(data), "--out", str(out)]
+    return ["tasks", str(model.path), "--suite", str(QUICK), "--data", str(data), "--out", str(out)]
 
 
 def test_killed_and_resumed_it_is_whole(

@@ -44,7 +44,7 @@ def request(tmp_path: Path, tiny: ModelFolder, url: str, *, rows: int = 6, **cha
         write_gpqa(data, rows=rows)
         write_suite(suite)
     known = {
-        "candidate": str(tiny.folder),
+        "candidate": str(tiny.path),
         "suite": str(suite / "small.toml"),
         "data": data,
         "out": tmp_path / "served",

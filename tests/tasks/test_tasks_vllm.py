@@ -32,7 +32,7 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def url(tiny: ModelFolder) -> Iterator[str]:
-    with vllm_server(tiny.folder, "--max-model-len", "512") as found:
+    with vllm_server(tiny.path, "--max-model-len", "512") as found:
         yield found
 
 
@@ -63,16 +63,16 @@ def require_same_answers(served: Path, process: Path) -> float:
 
 
 def test_served_answers_are_those_of_the_process(url: str, tiny: ModelFolder, tmp_path: Path) -> None:
-    common = [str(tiny.folder), *suite_of(tmp_path)]
+    common = [str(tiny.path), *suite_of(tmp_path)]
     shown = run(*common, "--base-url", url, "-o", str(tmp_path / "served"))
     run(*common, "-o", str(tmp_path / "process"))
     require_same_answers(tmp_path / "served", tmp_path / "process")
     receipt = load_receipt(tmp_path / "served")
     assert (receipt.lane, receipt.status, receipt.model.engine) == ("served", "complete", "vllm")
     assert receipt.model.version[0].isdigit() and receipt.model.settings["context"] == 512
-    assert receipt.model.settings["served_as"] == tiny.folder.name
+    assert receipt.model.settings["served_as"] == tiny.path.name
     written = (tmp_path / "served" / "tasks.json").read_text()
-    assert str(tiny.folder.parent) not in written and "127.0.0.1" not in written
+    assert str(tiny.path.parent) not in written and "127.0.0.1" not in written
     assert any("ids at /tokenize" in check.figure for check in receipt.preflight)
     assert MARK not in shown and files_with(MARK, [tmp_path / "served"]) == []
 
@@ -104,7 +104,7 @@ def test_faults_are_one_line_and_nothing_is_scored(name: str, url: str, tiny: Mo
     change, said = FAULTS[name]
     suite_of(tmp_path)
     known = {
-        "candidate": str(tiny.folder),
+        "candidate": str(tiny.path),
         "suite": str(tmp_path / "suite" / "small.toml"),
         "data": tmp_path / "data",
         "out": tmp_path / "served",

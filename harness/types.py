@@ -184,6 +184,11 @@ class Engine(Protocol):
         """The model's own head where it is separable (outputs are then `Hidden`)."""
         ...
 
+    @property
+    def head_deviation(self) -> float | None:
+        """Largest |logit - head(input)| on a few tokens of this run; None where the model gives logits alone."""
+        ...
+
     def run(self, rows: Sequence[Row], want: Want) -> Iterator[RowOutputs]: ...
 
 

@@ -98,13 +98,13 @@ def _through_server(request: ServedRequest) -> Result:
 
 
 def _in_process(candidate: str | None, memory_budget: str | None, **settings: Any) -> Result:
-    from harness.engines.open import LOCAL_ENGINES, memory_budget_of
+    from harness.engines.open import ENGINES, memory_budget_of
     from harness.errors import UsageError
     from harness.measure.run import Request
     from harness.measure.run import measure as run
 
-    if settings["engine"] not in ("reference", *LOCAL_ENGINES):
-        known = ", ".join(("reference", *SERVERS, *LOCAL_ENGINES))
+    if settings["engine"] not in ENGINES:
+        known = ", ".join(("reference", *SERVERS, *ENGINES[1:]))
         raise UsageError(f"there is no engine {settings['engine']}", f"choose one of {known}")
     if candidate is None:
         raise UsageError(f"--engine {settings['engine']} needs a candidate", "name its folder, Hub id or file")

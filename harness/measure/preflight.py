@@ -135,8 +135,7 @@ def _finite_mean(nll_T: np.ndarray) -> float:
 
 
 def _cut_point(engine: Engine) -> Check:
-    deviation = getattr(engine, "head_deviation", None)
-    figure = "outputs are logits" if engine.head is None else f"max |logit - head(input)| {deviation:.3g}"
+    figure = "outputs are logits" if engine.head is None else f"max |logit - head(input)| {engine.head_deviation:.3g}"
     return Check(name="hidden states are the head's own input", passed=True, figure=figure)
 
 

@@ -10,15 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from harness.capture import Capture
 from harness.digest import json_digest
 from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import Alter, ComputeDType
 from harness.engines.models import ModelFolder, locate
-from harness.engines.open import LocalName, MemoryBudget, before_opening, digests_of, open_engine, open_local
-from harness.errors import UsageError
+from harness.engines.open import EngineName, MemoryBudget, before_opening, digests_of, open_engine
 from harness.measure.folder import Kind, finished, folder_name, write_run
 from harness.measure.preflight import check_echo, check_probes, check_support, probes_of
 from harness.measure.receipt import Measurement, Role, load_measurement
@@ -28,9 +27,6 @@ from harness.measure.teacher import MODELS, Yardstick, find_yardstick
 from harness.progress import phase
 from harness.store import folder_lock
 from harness.types import Check, Engine, Row
-
-#: What runs the candidate in this process: our own reference, or an engine that people deploy.
-EngineName = Literal["reference"] | LocalName
 
 MEASUREMENT = Kind(
     noun="measurement",
@@ -148,7 +144,7 @@ def measurement_key(request: Request, candidate: Candidate, yardstick: Yardstick
         "compute": request.compute,
         "packed": request.packed,
         "engine": request.engine,
-        "engine_version": {} if request.engine == "reference" else before_opening(request.engine),
+        "engine_version": before_opening(request.engine),
         "device": request.device,
     }
     return json_digest(yardstick.key() | own)
@@ -156,28 +152,16 @@ def measurement_key(request: Request, candidate: Candidate, yardstick: Yardstick
 
 def _open(request: Request, candidate: Candidate, capture: Capture, *, longest: int) -> Engine:
     """The engine that runs the candidate in this process; ``longest`` is the most tokens a row has."""
-    vocab_size = capture.head.vocab_size if capture.head else None
-    if request.engine != "reference":
-        if request.packed or request.memory_budget is not None or candidate.alter is not None:
-            raise UsageError(f"--engine {request.engine} loads a model its own way", "leave out the other options")
-        return open_local(
-            request.engine,
-            candidate.located,
-            row_tokens=longest,
-            vocab_size=vocab_size,
-            device=request.device,
-            compute=request.compute,
-            weights_sha256=candidate.weights_sha256,
-            tokenizer_sha256=candidate.tokenizer_sha256,
-        )
     return open_engine(
         candidate.located,
+        engine=request.engine,
         compute=request.compute,
         device=request.device,
         packed=request.packed,
         memory_budget=request.memory_budget,
-        vocab_size=vocab_size,
+        vocab_size=capture.head.vocab_size if capture.head else None,
         alter=candidate.alter,
+        row_tokens=longest,
         weights_sha256=candidate.weights_sha256,
         tokenizer_sha256=candidate.tokenizer_sha256,
     )

@@ -219,24 +219,6 @@ def known_sum(lp_TK: np.ndarray, lq_TK: np.ndarray) -> np.ndarray:
         return np.where(known, np.exp(lp_TK) * (lp_TK - lq_TK), 0.0).sum(-1)
 
 
-def upper_bound(
-    lp_TK: np.ndarray, lq_TK: np.ndarray, *, floor_q: float, cap_p_T: np.ndarray | float = 1.0
-) -> np.ndarray:
-    """At most this much, *if* every id that the candidate did not tell has ``q >= floor_q``; ``[T]``.
-
-    ``cap_p`` is the largest probability that an id unknown to the teacher can have. Without such a floor no finite
-    upper bound exists: an unseen q may be next to 0. Bounded logits ``|z| <= M`` give the floor ``e^(-2M) / V``.
-    """
-    if not 0.0 < floor_q < 1.0:
-        raise ValueError(f"a floor of {floor_q} is no probability of an unseen token")
-    has_p, has_q = ~np.isnan(lp_TK), ~np.isnan(lq_TK)
-    lp = np.where(has_p, lp_TK, -np.inf)
-    held = has_p & ~has_q & (lp > -np.inf)
-    alone = np.where(held, np.exp(lp) * (np.where(held, lp, 0.0) - np.log(floor_q)), 0.0).sum(-1)
-    tail = np.maximum(_tail(lp, np.exp(lp), _top(lp)), 0.0)
-    return known_sum(lp_TK, lq_TK) + alone + tail * np.log(np.asarray(cap_p_T) / floor_q)
-
-
 def upper_bound_of_range(lower_T: np.ndarray, tail_mass_T: np.ndarray, log_range: float) -> np.ndarray:
     """At most this much, *if* ``ln(p / q)`` varies by at most ``log_range`` over the tail (Hoeffding's lemma)."""
     return lower_T + tail_mass_T * log_range**2 / 8

@@ -19,7 +19,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix
 
 from harness.digest import ids_digest
-from harness.engines.hf import head_logits
+from harness.engines.head import head_logits
 from harness.errors import EngineError
 from harness.types import Engine, Hidden, Logits, Row, RowOutputs
 

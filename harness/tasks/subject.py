@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from harness.digest import file_digest, json_digest
 from harness.engines.gguf_files import digests_of_gguf, locate_gguf
@@ -13,12 +13,11 @@ from harness.engines.hf import ComputeDType
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import (
     NO_TOKENIZER,
-    LocalName,
+    EngineName,
     before_opening,
     digests_of,
     memory_budget_of,
     open_engine,
-    open_local,
     tokenizer_of,
 )
 from harness.environment import environment, source_digest
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from harness.served.address import Server
     from harness.tasks.asking import AskingLM
 
-#: What runs the candidate in this process: our own reference, or an engine that people deploy.
-EngineName = Literal["reference"] | LocalName
 #: Longest prompt, in tokens, that an engine is opened for which fixes its buffers then; longer ones are refused.
 ROW_TOKENS = 4096
 
@@ -119,7 +116,7 @@ def model_key(request: Request, subject: Subject) -> dict[str, Any]:
         "tokenizer": subject.tokenizer_sha256,
         "compute": request.compute,
         "engine": request.engine,
-        "engine_version": {} if request.engine == "reference" else before_opening(request.engine),
+        "engine_version": before_opening(request.engine),
         "packed": request.packed,
         "streamed": request.memory_budget is not None,
         "device": request.device,
@@ -158,24 +155,14 @@ def open_subject(request: Request, subject: Subject, answers: Answers) -> tuple[
 
 def _engine(request: Request, subject: Subject, longest: int | None) -> Engine:
     """What runs the candidate here; ``longest`` is the most tokens of a prompt and its answer."""
-    if request.engine == "reference":
-        return open_engine(
-            subject.located,
-            compute=request.compute,
-            device=request.device,
-            packed=request.packed,
-            memory_budget=memory_budget_of(request.memory_budget),
-            weights_sha256=subject.weights_sha256,
-            tokenizer_sha256=subject.tokenizer_sha256,
-        )
-    if request.packed or request.memory_budget is not None:
-        raise UsageError(f"--engine {request.engine} loads a model its own way", "leave out the other options")
-    return open_local(
-        request.engine,
+    return open_engine(
         subject.located,
-        row_tokens=longest or ROW_TOKENS,
-        device=request.device,
+        engine=request.engine,
         compute=request.compute,
+        device=request.device,
+        packed=request.packed,
+        memory_budget=memory_budget_of(request.memory_budget),
+        row_tokens=longest or ROW_TOKENS,
         weights_sha256=subject.weights_sha256,
         tokenizer_sha256=subject.tokenizer_sha256,
     )

@@ -17,9 +17,10 @@ from tokenizers import pre_tokenizers
 
 from harness.engines.exllamav3 import PINS, ExllamaV3Engine
 from harness.engines.exllamav3_rows import CarriedRow
-from harness.engines.hf import TransformersEngine, head_logits
+from harness.engines.head import head_logits
+from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder
-from harness.engines.open import before_opening, open_local
+from harness.engines.open import before_opening, open_engine
 from harness.errors import EngineError, UsageError
 from harness.measure.rows import one_sided, targets_of
 from harness.types import Hidden, Row
@@ -218,12 +219,10 @@ def test_rows_and_wants_that_it_does_not_do(fake: None, teacher_folder: Path) ->
     engine = opened(teacher_folder, row_tokens=30)
     with pytest.raises(EngineError, match="rows \\[1\\] are longer"):
         list(engine.run(rows_of(30, 31)))
-    with pytest.raises(EngineError, match="not top-k"):
-        list(engine.run(rows_of(8), "topk"))
     with pytest.raises(UsageError, match="no option kv_dtype"):
-        open_local(
-            "exllamav3",
+        open_engine(
             located(teacher_folder),
+            engine="exllamav3",
             row_tokens=8,
             options={"kv_dtype": "f16"},
             weights_sha256="w",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.engines.checkpoint_head import head_of_folder
+from harness.engines.head import head_of_folder
 from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder
 from harness.measure.rows import one_sided, targets_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.engines.models import ModelFolder
-from harness.engines.open import open_local
+from harness.engines.open import open_engine
 from harness.types import Row
 
 
@@ -24,9 +24,9 @@ def main(job: Path, out: Path) -> None:
         Row(index=index, ids_T=np.array(ids, dtype=np.int32), document="d", domain="d", sha256="")
         for index, ids in enumerate(asked["rows"])
     ]
-    engine = open_local(
-        "vllm-local",
+    engine = open_engine(
         located,
+        engine="vllm-local",
         row_tokens=max(len(row.ids_T) for row in rows),
         compute=asked["compute"],
         weights_sha256="0",

@@ -160,7 +160,7 @@ def truncation(folder: Path, teacher_folder: Path) -> None:
     config = json.loads((folder / "m" / "config.json").read_text())
     (folder / "m" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     rows = [made.row([1, 2, 3], 0), made.row([7] * 4097, 1)]
-    with pytest.raises(EngineError, match=r"takes 4096 tokens; rows \[1\] of the panel are longer"):
+    with pytest.raises(EngineError, match=r"takes 4096 tokens; rows \[1\] are longer"):
         next(iter(engine_of(folder / "m").run(rows)))
 
 

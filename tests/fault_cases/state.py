@@ -13,7 +13,6 @@ import torch
 from harness.capture import Capture, CaptureWriter, open_capture
 from harness.compare import compare
 from harness.engines.hf import TransformersEngine
-from harness.engines.toy import ToyEngine
 from harness.environment import current_source_digest, source_digest
 from harness.errors import CaptureError, IncomparableError, Refused, ScoreError
 from harness.measure.preflight import check_repeat
@@ -24,6 +23,7 @@ from harness.report.comparison_report import markdown
 from harness.scoring import score_logits, teacher_stats
 from harness.types import Hidden, Logits, Panel, Row
 from tests.compare.fake_arms import World, side
+from tests.engines.toy import ToyEngine
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
 from tests.fault_cases.identity import engine_of

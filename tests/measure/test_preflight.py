@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from harness.engines.toy import ToyEngine
 from harness.errors import EngineError, ScoreError
 from harness.measure.preflight import check_echo, check_support, probes_of
 from harness.types import Logits, Row, RowOutputs
+from tests.engines.toy import ToyEngine
 from tests.measure.checked import check_engine
 
 

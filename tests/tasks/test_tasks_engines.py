@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from harness.engines.models import ModelFolder
+from harness.engines.open import open_engine
 from harness.errors import UsageError
 from harness.tasks.run import run_suite
 from tests.tasks.made_data import small
@@ -19,7 +20,7 @@ class Rows:
     """An engine of this process as the harness sees it: rows in, states and a head out, and no model to look into."""
 
     def __init__(self, inner: Any, **identity: Any) -> None:
-        self._inner, self.head = inner, inner.head
+        self._inner, self.head, self.head_deviation = inner, inner.head, inner.head_deviation
         self.identity = replace(inner.identity, **identity)
 
     def run(self, rows: Any, want: str = "hidden") -> Any:
@@ -32,11 +33,15 @@ def test_any_engine_of_this_process_is_asked(
     """``--engine``: opened for the longest prompt that is let through, its lane and version in key and receipt."""
     opened: list[dict[str, Any]] = []
 
-    def open_it(name: str, located: ModelFolder, **options: Any) -> Rows:
-        opened.append({"name": name} | options)
-        return Rows(engine, engine=name, lane="served", version="9")
+    real = engine
 
-    monkeypatch.setattr("harness.tasks.subject.open_local", open_it)
+    def open_it(located: ModelFolder, *, engine: str, **options: Any) -> Any:
+        if engine == "reference":
+            return open_engine(located, **options)
+        opened.append({"name": engine} | options)
+        return Rows(real, engine=engine, lane="served", version="9")
+
+    monkeypatch.setattr("harness.tasks.subject.open_engine", open_it)
     monkeypatch.setattr("harness.tasks.subject.before_opening", lambda name: {name: "9"})
     ours = run_suite(small(tmp_path, tiny, engine="exllamav3")).receipt
     reference = run_suite(small(tmp_path, tiny, out=tmp_path / "reference")).receipt

@@ -11,10 +11,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from harness.engines.hf import TransformersEngine
-from harness.engines.toy import ToyEngine
 from harness.errors import EngineError
 from harness.tasks.asking import Answers, AskingLM, encode_prompts, refuse_long
 from harness.tasks.reference_lm import CachedScorer, ReferenceLM, RowScorer, answer_of, shared_length
+from tests.engines.toy import ToyEngine
 from tests.tiny import text
 
 LETTERS = [" A", " B", " C", " D"]

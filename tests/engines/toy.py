@@ -1,7 +1,7 @@
 """A tiny exact next-token model, so that everything downstream of an engine can be tested in milliseconds.
 
 It predicts token ``(t + 1) mod V`` with probability ``p`` and shares the rest equally: the NLL of a counting row
-is ``-ln p`` at every position, and a shifted reading of its outputs is far worse (FAULTS A 37).
+is ``-ln p`` at every position, and a shifted reading of its outputs is far worse.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class ToyEngine:
     """Gives logits ``[T, V]`` of the counting model."""
 
     head: Head | None = None
+    head_deviation: float | None = None
 
     def __init__(self, *, vocab_size: int = 16, p: float = 0.9) -> None:
         self._vocab_size, self._p = vocab_size, p

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.engines.checkpoint_head import head_of_folder
-from harness.engines.hf import head_logits, head_of, load_model
+from harness.engines.head import head_logits, head_of, head_of_folder
+from harness.engines.hf import load_model
 from harness.errors import EngineError
 
 

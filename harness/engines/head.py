@@ -1,0 +1,182 @@
+"""A model's output head: of the loaded model or of its checkpoint, and how far a model's own logits are from it.
+
+Engines that run a model in their own kernels give the input of the head; with the checkpoint's own head, multiplied in
+float32, their outputs are scored exactly and no rounding of theirs to 16-bit logits is part of the number. That this is
+the head which the engine itself applies is looked at on a few tokens, never assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.digest import head_digest
+from harness.engines.models import ModelFolder
+from harness.errors import EngineError
+from harness.exl3.checkpoint import Checkpoint, open_checkpoint, read_json
+from harness.exl3.decode import dense_weight
+from harness.types import Head
+
+#: Names of an untied head, and of the embedding it may be tied to, with the prefixes that wrappers put in front.
+PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+#: Rows of a head that are converted at a time.
+PIECE = 8192
+#: Tokens on which a model's logits are held against those of its head.
+PROBE = 8
+#: Largest |logit - head(input)| that still counts as "the head is linear -> scale -> soft-cap".
+SEPARABLE_TOLERANCE = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
+
+
+def head_of(model: Any, vocab_size: int | None = None) -> Head:
+    """The model's output head with the soft-cap and scale of its config.
+
+    Args:
+        vocab_size: columns that are real tokens, where fewer than the config says.
+    """
+    config = model.config.get_text_config()
+    linear = model.get_output_embeddings()
+    dense = linear.dense_weight() if hasattr(linear, "dense_weight") else linear.weight
+    weight = narrow(dense)
+    bias = getattr(linear, "bias", None)
+    bias = None if bias is None else bias.detach()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = head_scale(getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None))
+    return _digested(weight, bias, min(vocab_size or config.vocab_size, len(weight)), softcap, scale)
+
+
+def head_of_folder(folder: Path, vocab_size: int | None = None) -> Head:
+    """The head as config.json shapes it.
+
+    Args:
+        vocab_size: columns that are real tokens, where fewer than the config says.
+
+    Raises:
+        EngineError: the checkpoint holds no head under a known name.
+    """
+    config = text_config(folder)
+    heads = [f"{prefix}lm_head" for prefix in PREFIXES]
+    tied = [f"{prefix}embed_tokens" for prefix in PREFIXES]
+    return head_at(
+        folder,
+        [*heads, *tied],
+        width=int(config["hidden_size"]),
+        columns=int(config["vocab_size"]),
+        vocab_size=vocab_size,
+        softcap=config.get("final_logit_softcapping"),
+        scale=head_scale(config.get("logit_scale"), config.get("logits_scaling")),
+    )
+
+
+def head_at(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    width: int,
+    columns: int,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Head:
+    """The head under the first of ``names`` that the checkpoint has.
+
+    Args:
+        width: hidden size.
+        columns: the model's vocabulary size; what the checkpoint holds past it is padding.
+        vocab_size: columns that are real tokens, where fewer than ``columns``.
+    """
+    checkpoint = open_checkpoint(folder)
+    found = next((name for name in names if name in checkpoint.modules or f"{name}.weight" in checkpoint.plain), None)
+    if found is None:
+        raise EngineError(
+            f"{checkpoint.name} has no output head under {names[0]}, and no embedding it could be tied to",
+            "report the architecture; `fidelity exl3 census` lists its tensors",
+        )
+    weight, bias = _stored(checkpoint, found, width, columns)
+    return _digested(narrow(weight.float()), bias, min(vocab_size or columns, columns, len(weight)), softcap, scale)
+
+
+def _stored(checkpoint: Checkpoint, name: str, width: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight ``[V, H]`` and bias of a linear, packed or plain."""
+    if name in checkpoint.modules:
+        linear = checkpoint.linear(name, in_features=width, out_features=columns)
+        bias = None if linear.bias is None else linear.bias[:columns]
+        return dense_weight(linear), bias
+    has_bias = f"{name}.bias" in checkpoint.plain
+    return checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(f"{name}.bias") if has_bias else None
+
+
+def _digested(
+    weight: torch.Tensor, bias: torch.Tensor | None, support: int, softcap: float | None, scale: float
+) -> Head:
+    weight, softcap = weight.contiguous(), softcap or None
+    sha256 = head_digest(weight, vocab_size=support, bias_V=bias, softcap=softcap, scale=scale)
+    return Head(weight_VH=weight, vocab_size=support, sha256=sha256, bias_V=bias, softcap=softcap, scale=scale)
+
+
+def narrow(weight: torch.Tensor) -> torch.Tensor:
+    """The same numbers in bf16 where that loses nothing; so a head's digest does not depend on compute dtype.
+
+    A piece at a time: a large head is not held a third time.
+    """
+    short = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    for low in range(0, len(weight), PIECE):
+        piece = weight.detach()[low : low + PIECE]
+        short[low : low + PIECE] = piece
+        if not torch.equal(short[low : low + PIECE].to(piece.dtype), piece):
+            return weight.detach()
+    return short
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """config.json with the entries of its ``text_config`` on top, where it has one."""
+    config = read_json(folder / "config.json")
+    nested = config.get("text_config")
+    return config | nested if isinstance(nested, dict) else config
+
+
+def head_scale(factor: float | None, divisor: float | None) -> float:
+    """The factor on the logits: Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``."""
+    return float(factor or 1.0 / float(divisor or 1.0))
+
+
+def head_logits(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
+    """Float32 logits ``[T, V]`` of a few positions: for checks, not for scoring."""
+    states, weight = states_TH.float(), head.weight_VH
+    pieces = [states @ weight[low : low + PIECE].float().T for low in range(0, len(weight), PIECE)]
+    logits = torch.cat(pieces, -1)
+    if head.bias_V is not None:
+        logits = logits + head.bias_V.float()
+    logits = logits * head.scale
+    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
+
+
+def deviation(theirs_TV: torch.Tensor, head: Head, states_TH: torch.Tensor) -> float:
+    """Largest |logit - head(input)| over the real tokens of a few positions."""
+    support = slice(head.vocab_size)
+    ours = head_logits(head, states_TH)[:, support]
+    return float((theirs_TV.float()[:, support] - ours).abs().max())
+
+
+def is_separable(deviation: float, compute: torch.dtype | str) -> bool:
+    """Whether a deviation in this compute dtype is rounding alone; NaN is not."""
+    return deviation <= SEPARABLE_TOLERANCE[str(compute).removeprefix("torch.")]
+
+
+def require_own_head(located: ModelFolder, engine: str, deviation: float, compute: str, instead: str) -> None:
+    """Refuse an engine whose logits are not those of the checkpoint's head.
+
+    Args:
+        engine: its name in the message.
+        deviation: from `deviation`.
+        compute: the dtype its logits are made in.
+        instead: how the model can be measured meanwhile.
+    """
+    if not is_separable(deviation, compute):
+        raise EngineError(
+            f"{located.name}: {engine}'s logits differ by {deviation:.3g} from those of the checkpoint's head on the "
+            "same states",
+            f"report the architecture; {instead}",
+        )

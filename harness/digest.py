@@ -51,7 +51,7 @@ def head_digest(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> str:
-    """Digest of a head: its tensors' contents and the numbers that shape its logits (not the norm)."""
+    """Digest of a head: its tensors' contents and the numbers that shape its logits."""
     return json_digest(
         {
             "weight": tensor_digest(weight_VH),

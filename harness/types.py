@@ -19,7 +19,7 @@ from harness.records import Strict
 
 Lane = Literal["weights", "served"]
 Estimator = Literal["exact", "lower_bound"]
-Want = Literal["hidden", "logits", "topk"]
+Want = Literal["hidden", "logits"]
 #: What an engine or a server does not tell of itself; never a default in its place.
 UNKNOWN = "unknown"
 
@@ -64,16 +64,8 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinalNorm:
-    """RMSNorm to apply before the head when hidden states were captured in front of it."""
-
-    weight_H: torch.Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """``logits = softcap(scale * (norm(h) @ weight_VH.T + bias_V))`` on the first ``vocab_size`` columns.
+    """``logits = softcap(scale * (h @ weight_VH.T + bias_V))`` on the first ``vocab_size`` columns.
 
     ``weight_VH`` keeps the dtype it is stored in (bf16, fp16 or fp32); products are made in fp32.
     Columns at and past ``vocab_size`` are padding: never part of a softmax, their mass is reported.
@@ -84,7 +76,6 @@ class Head:
     vocab_size: int
     sha256: str
     bias_V: torch.Tensor | None = None
-    norm: FinalNorm | None = None
     softcap: float | None = None
     scale: float = 1.0
 
@@ -103,26 +94,14 @@ class Logits:
     logits_TV: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopK:
-    """Known log-probabilities of positions ``0 .. T-2``; unused slots hold id -1.
-
-    ``target_logprob_T`` is the log-probability of the row's own next token.
-    """
-
-    ids_TK: np.ndarray
-    logprobs_TK: np.ndarray
-    target_logprob_T: np.ndarray
-
-
-Outputs = Hidden | Logits | TopK
+Outputs = Hidden | Logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedRow:
-    """One row; every array has an entry per scored position (``T - 1``), the outputs too.
+    """One row; every array has an entry per scored position (``T - 1``), the outputs too. ``lse`` is of the logits.
 
-    ``lse`` (of the logits) and ``entropy`` are None for the top-k form, ``tail_mass`` for the others. Nats throughout.
+    Nats throughout.
     """
 
     index: int
@@ -131,9 +110,8 @@ class CapturedRow:
     top1: np.ndarray
     nll: np.ndarray
     p_top1: np.ndarray
-    lse: np.ndarray | None = None
-    entropy: np.ndarray | None = None
-    tail_mass: np.ndarray | None = None
+    lse: np.ndarray
+    entropy: np.ndarray
 
     @property
     def states_TH(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Hidden states are stored as they come. Logits are stored minus their row's maximum, where a 16-bit float is fine
 around the tokens that matter (raw bf16 logits would cost 1e-4 nats and flip top tokens), and a row whose
-distribution does not survive that is refused. Top-k log-probabilities keep the mass of what is not among them.
+distribution does not survive that is refused.
 """
 
 from __future__ import annotations
@@ -12,36 +12,32 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from harness.capture.manifest import DTYPE_NAMES
-from harness.digest import json_digest, tensor_digest
+from harness.capture.manifest import DTYPE_NAMES, DtypeName
+from harness.digest import tensor_digest
 from harness.errors import CaptureError
 from harness.scoring import TeacherStats
-from harness.types import Head, Hidden, Logits, Row, TopK
+from harness.types import Head, Hidden, Logits, Row
 
-#: A stored distribution may differ by this much, in nats and in total probability (FAULTS.md A 23).
+#: A stored distribution may differ by this much, in nats and in total probability.
 ROUNDTRIP_LIMIT = 1e-6
 _CHUNK = 1 << 21  # logits worked on at a time: 16 MB in float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """One row ready to be written: wide arrays [T-1, W], narrow columns [T-1], and the digest of the arrays."""
+    """One row ready to be written: a wide array [T-1, W], narrow columns [T-1], and the digest of the array."""
 
-    arrays: dict[str, torch.Tensor]
+    name: str
+    array: torch.Tensor
     columns: dict[str, np.ndarray]
     sha256: str
-
-    @property
-    def width(self) -> int:
-        return next(iter(self.arrays.values())).shape[1]
 
 
 def encode_hidden(row: Row, outputs: Hidden, head: Head, dtype: torch.dtype, stats: TeacherStats) -> Encoded:
     """Hidden states of the scored positions, bit for bit.
 
     Raises:
-        CaptureError: wrong shape or dtype, a non-finite state, states that are normed while ``head`` has a norm to
-            apply, or statistics that do not cover the scored positions.
+        CaptureError: wrong shape or dtype, a non-finite state, or statistics that do not cover the scored positions.
     """
     states = outputs.states_TH
     scored = len(row.ids_T) - 1
@@ -55,10 +51,7 @@ def encode_hidden(row: Row, outputs: Hidden, head: Head, dtype: torch.dtype, sta
         )
     states = states[:scored].detach().cpu().contiguous()
     _require_finite(row, states)
-    if head.norm is not None:
-        require_unnormed(f"row {row.index}", states, head.norm.weight_H)
-    columns = _stat_columns(row, stats)
-    return Encoded(arrays={"states": states}, columns=columns, sha256=tensor_digest(states))
+    return Encoded(name="states", array=states, columns=_stat_columns(row, stats), sha256=tensor_digest(states))
 
 
 def encode_logits(row: Row, outputs: Logits, dtype: torch.dtype) -> Encoded:
@@ -87,56 +80,7 @@ def encode_logits(row: Row, outputs: Logits, dtype: torch.dtype) -> Encoded:
     columns = {name: np.concatenate([part[1][name] for part in parts]) for name in parts[0][1]}
     _require_roundtrip(row, columns.pop("kl"), columns.pop("excess"))
     columns["target"] = targets.astype(np.int32)
-    return Encoded(arrays={"logits": stored}, columns=columns, sha256=tensor_digest(stored))
-
-
-def encode_topk(row: Row, outputs: TopK) -> Encoded:
-    """Known ids and log-probabilities (fp32) with the mass outside of them; unused slots hold id -1.
-
-    Raises:
-        CaptureError: wrong shape, an id twice, a log-probability that is NaN or above 0, or more than all the mass.
-    """
-    scored = len(row.ids_T) - 1
-    ids, exact = np.asarray(outputs.ids_TK, dtype=np.int32), np.asarray(outputs.logprobs_TK, dtype=np.float64)
-    if ids.shape != exact.shape or ids.ndim != 2 or len(ids) != scored or len(outputs.target_logprob_T) != scored:
-        raise CaptureError(f"row {row.index}: top-k is {ids.shape} for {scored} scored positions", _ENGINE)
-    used = ids >= 0
-    narrow = np.where(used, exact, -np.inf).astype(np.float32)
-    nll = -np.asarray(outputs.target_logprob_T, dtype=np.float64)
-    _require_topk(row, ids, used, narrow, nll)
-    best = narrow.argmax(1)
-    every = np.arange(scored)
-    columns = {
-        "nll": nll,
-        "tail_mass": 1.0 - np.exp(narrow.astype(np.float64)).sum(1),
-        "p_top1": np.exp(narrow[every, best].astype(np.float64)),
-        "top1": ids[every, best],
-        "target": np.asarray(row.ids_T[1:], dtype=np.int32),
-    }
-    arrays = {"ids": torch.from_numpy(np.ascontiguousarray(ids)), "logprobs": torch.from_numpy(narrow)}
-    return Encoded(arrays=arrays, columns=columns, sha256=arrays_digest(arrays))
-
-
-def arrays_digest(arrays: dict[str, torch.Tensor]) -> str:
-    """Digest of what was captured of a row, without its statistics."""
-    if len(arrays) == 1:
-        return tensor_digest(next(iter(arrays.values())))
-    return json_digest({name: tensor_digest(array) for name, array in arrays.items()})
-
-
-def require_unnormed(where: str, states_TH: torch.Tensor, weight_H: torch.Tensor) -> None:
-    """Refuse states that look normed already while a norm is to be applied to them (FAULTS.md B 1).
-
-    After RMSNorm the median root mean square of a row is near that of the norm's weight; before, it is anything.
-    """
-    rms = float(states_TH.float().square().mean(1).sqrt().median())
-    normed = float(weight_H.float().square().mean().sqrt())
-    if abs(rms / normed - 1) < 0.2:
-        raise CaptureError(
-            f"{where}: states are said to lie before the final norm, and their RMS is {rms:.3g} where "
-            f"the norm's weight has {normed:.3g}: the norm looks applied already",
-            "declare the cut point `after_final_norm_before_lm_head` (a head without norm), or check the engine",
-        )
+    return Encoded(name="logits", array=stored, columns=columns, sha256=tensor_digest(stored))
 
 
 _ENGINE = "check the engine: it must return one entry per token of the row"
@@ -223,27 +167,7 @@ def _require_roundtrip(row: Row, kl: np.ndarray, excess: np.ndarray) -> None:
             )
 
 
-def _require_topk(row: Row, ids: np.ndarray, used: np.ndarray, logprobs: np.ndarray, nll: np.ndarray) -> None:
-    ordered = np.sort(ids, 1)
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
-    mass = np.exp(logprobs.astype(np.float64)).sum(1)
-    wrong = {
-        "an id is there twice": twice,
-        "a log-probability is NaN": np.isnan(logprobs).any(1),
-        "no id is known": ~used.any(1),
-        "the known ids hold more than all the mass": mass > 1 + ROUNDTRIP_LIMIT,
-        "the next token's log-probability is not finite": ~np.isfinite(nll),
-    }
-    for what, where in wrong.items():
-        if where.any():
-            position = int(np.flatnonzero(where)[0])
-            raise CaptureError(
-                f"row {row.index}, position {position}: {what}",
-                "check the engine's log-probabilities: raw, before temperature and penalties, each id once",
-            )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> DtypeName:
     """``bfloat16`` and so on; other dtypes cannot be stored."""
     if dtype not in DTYPE_NAMES:
         raise CaptureError(f"a capture cannot hold {dtype}", f"use one of {', '.join(DTYPE_NAMES.values())}")

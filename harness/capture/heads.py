@@ -1,7 +1,6 @@
 """The head of a captured model, stored once by content: ``<captures>/heads/<sha256>.safetensors``.
 
-A head of several captures (many panels, one teacher) is one file. The final norm, where hidden states were
-captured in front of it, is a small file of its own, because it is no part of a head's digest.
+A head of several captures (many panels, one teacher) is one file.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from harness.digest import identity_of_head, json_digest, tensor_digest
+from harness.digest import identity_of_head
 from harness.errors import CaptureError
 from harness.store import atomic_path, require_space
-from harness.types import FinalNorm, Head
+from harness.types import Head
 
 _AGAIN = "delete the file and run `fidelity teacher capture` again: rows that are there are kept"
 
@@ -25,62 +24,40 @@ def head_path(captures: Path, sha256: str) -> Path:
     return captures / "heads" / f"{sha256}.safetensors"
 
 
-def norm_path(captures: Path, sha256: str) -> Path:
-    return captures / "heads" / f"norm-{sha256}.safetensors"
-
-
-def norm_digest(norm: FinalNorm) -> str:
-    """Digest of the norm's weight and epsilon."""
-    return json_digest({"weight": tensor_digest(norm.weight_H), "eps": norm.eps})
-
-
 def save_head(captures: Path, head: Head) -> None:
-    """Store a head (and its norm) unless a file with its content is there already.
+    """Store a head unless a file with its content is there already.
 
     Raises:
         CaptureError: ``head.sha256`` is not the digest of its tensors.
         StorageError: the disk cannot hold it.
     """
     target = head_path(captures, head.sha256)
-    if not target.exists():
-        _require_digest(head)
-        tensors = {"weight": head.weight_VH} | ({} if head.bias_V is None else {"bias": head.bias_V})
-        shape = {"vocab_size": head.vocab_size, "softcap": head.softcap, "scale": head.scale}
-        require_space(captures, sum(t.nbytes for t in tensors.values()), "the teacher's head")
-        _save(target, tensors, shape)
-    if head.norm is not None:
-        target = norm_path(captures, norm_digest(head.norm))
-        if not target.exists():
-            _save(target, {"weight": head.norm.weight_H}, {"eps": head.norm.eps})
+    if target.exists():
+        return
+    _require_digest(head)
+    tensors = {"weight": head.weight_VH} | ({} if head.bias_V is None else {"bias": head.bias_V})
+    shape = {"vocab_size": head.vocab_size, "softcap": head.softcap, "scale": head.scale}
+    require_space(captures, sum(t.nbytes for t in tensors.values()), "the teacher's head")
+    _save(target, tensors, shape)
 
 
-def load_head(captures: Path, sha256: str, norm_sha256: str | None) -> Head:
+def load_head(captures: Path, sha256: str) -> Head:
     """Read a head back and check it against the digest it is named by.
 
     Raises:
-        CaptureError: a file is absent, unreadable, or holds other numbers.
+        CaptureError: its file is absent, unreadable, or holds other numbers.
     """
     tensors, shape = _load(head_path(captures, sha256))
-    norm = None if norm_sha256 is None else _load_norm(captures, norm_sha256)
     head = Head(
         weight_VH=tensors["weight"],
         bias_V=tensors.get("bias"),
         vocab_size=shape["vocab_size"],
         softcap=shape["softcap"],
         scale=shape["scale"],
-        norm=norm,
         sha256=sha256,
     )
     _require_digest(head)
     return head
-
-
-def _load_norm(captures: Path, sha256: str) -> FinalNorm:
-    tensors, shape = _load(norm_path(captures, sha256))
-    norm = FinalNorm(weight_H=tensors["weight"], eps=shape["eps"])
-    if norm_digest(norm) != sha256:
-        raise CaptureError(f"heads/norm-{sha256[:12]}... holds other numbers than its name says", _AGAIN)
-    return norm
 
 
 def _require_digest(head: Head) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from harness.capture.encode import arrays_digest
 from harness.capture.manifest import (
     FORMAT,
     MANIFEST,
@@ -20,8 +19,8 @@ from harness.capture.manifest import (
     differences,
     load_manifest,
 )
-from harness.capture.rowfile import corrupt, read_metadata, read_row_file
-from harness.digest import file_digest
+from harness.capture.rowfile import corrupt, read_array, read_metadata
+from harness.digest import file_digest, tensor_digest
 from harness.errors import CaptureError
 
 
@@ -29,11 +28,9 @@ def row_name(index: int) -> str:
     return f"row-{index:04d}.parquet"
 
 
-def array_columns(key: CaptureKey) -> dict[str, torch.dtype]:
-    """Wide columns of a form and their dtypes."""
-    if key.form == "topk":
-        return {"ids": torch.int32, "logprobs": torch.float32}
-    return {"states" if key.form == "hidden" else "logits": TORCH_DTYPES[key.dtype]}
+def array_column(key: CaptureKey) -> tuple[str, torch.dtype]:
+    """The wide column of a form and its dtype."""
+    return "states" if key.form == "hidden" else "logits", TORCH_DTYPES[key.dtype]
 
 
 def stored_key(note: Mapping[str, Any], file: str) -> CaptureKey:
@@ -60,7 +57,7 @@ def entry_of(path: Path) -> tuple[RowEntry, dict[str, Any]]:
     """
     note = read_metadata(path)
     key = stored_key(note, path.name)
-    if arrays_digest(read_row_file(path, array_columns(key))[0]) != note.get("states_sha256"):
+    if tensor_digest(read_array(path, *array_column(key))) != note.get("states_sha256"):
         raise corrupt(path.name, "its captured array does not have the digest it was written with")
     names = [name for name in RowEntry.model_fields if name not in ("file", "file_sha256")]
     fields = {name: note.get(name) for name in names} | {"file": path.name, "file_sha256": file_digest(path)}

@@ -23,13 +23,11 @@ from harness.types import EngineIdentity
 FORMAT = "exl3-fidelity/capture/1"
 MANIFEST = "manifest.json"
 
-Form = Literal["hidden", "logits", "topk"]
+Form = Literal["hidden", "logits"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 CutPoint = Literal[
     "after_final_norm_before_lm_head",  # hidden states that go straight into the head
-    "before_final_norm",  # hidden states that need the head's norm first
     "lm_head_output_minus_row_max",  # logits, shifted so that the largest is 0
-    "engine_logprobs",  # top-k log-probabilities as an engine returned them
 ]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -45,13 +43,17 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
 
 
 class CaptureKey(Strict):
-    """What every row of one capture shares; two captures with one key are the same work."""
+    """What every row of one capture shares; two captures with one key are the same work.
+
+    ``norm_sha256`` is null: hidden states are captured past the final norm. It keeps its place in the format, so that
+    captures keep their digests.
+    """
 
     form: Form
     dtype: DtypeName
     cut_point: CutPoint
     head_sha256: str | None
-    norm_sha256: str | None
+    norm_sha256: None = None
     panel_sha256: str
     identity: EngineIdentity
 

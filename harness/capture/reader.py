@@ -6,21 +6,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from harness.capture.heads import load_head
-from harness.capture.inventory import array_columns, present_manifest, stored_key
-from harness.capture.manifest import Form, Manifest, RowEntry
+from harness.capture.inventory import array_column, present_manifest, stored_key
+from harness.capture.manifest import Manifest, RowEntry
 from harness.capture.rowfile import corrupt, read_metadata, read_row_file
 from harness.digest import file_digest
 from harness.errors import CaptureError
-from harness.types import CapturedRow, EngineIdentity, Head, Hidden, Logits, Outputs, Panel, TopK
+from harness.types import CapturedRow, EngineIdentity, Head, Hidden, Logits, Panel
 
-_SAME = ("target", "top1", "nll", "p_top1")
-_FULL = {name: name for name in (*_SAME, "entropy")} | {"lse": "logsumexp"}
 #: Field of `CapturedRow` -> column of the row file.
-COLUMNS = {"hidden": _FULL, "logits": _FULL, "topk": {name: name for name in (*_SAME, "tail_mass")}}
+COLUMNS = {name: name for name in ("target", "top1", "nll", "p_top1", "entropy")} | {"lse": "logsumexp"}
 
 
 @dataclass(frozen=True)
@@ -53,9 +48,9 @@ class Capture:
 
     @cached_property
     def head(self) -> Head | None:
-        """The teacher's head, None for the logits and top-k forms."""
-        key = self.manifest.key
-        return None if key.head_sha256 is None else load_head(self.folder.parent, key.head_sha256, key.norm_sha256)
+        """The teacher's head, None for the logits form."""
+        sha256 = self.manifest.key.head_sha256
+        return None if sha256 is None else load_head(self.folder.parent, sha256)
 
     def entry(self, index: int) -> RowEntry:
         """The manifest's entry of a row."""
@@ -80,10 +75,12 @@ class Capture:
         if check and index not in self._checked:
             self.check_file(entry)
             self._checked.add(index)
-        key = self.manifest.key
-        arrays, columns = read_row_file(path, array_columns(key), tuple(COLUMNS[key.form].values()))
-        fields = {name: columns[column] for name, column in COLUMNS[key.form].items()}
-        return CapturedRow(index=index, outputs=_outputs(key.form, arrays, fields["nll"]), **fields)
+        name, dtype = array_column(self.manifest.key)
+        arrays, columns = read_row_file(path, {name: dtype}, tuple(COLUMNS.values()))
+        outputs = Hidden(states_TH=arrays[name]) if name == "states" else Logits(logits_TV=arrays[name])
+        return CapturedRow(
+            index=index, outputs=outputs, **{field: columns[column] for field, column in COLUMNS.items()}
+        )
 
     def check_file(self, entry: RowEntry) -> None:
         """Refuse a row file that changed since its manifest was written, or says another dtype or cut point."""
@@ -123,14 +120,6 @@ class Capture:
                 "capture this teacher into a folder of its own: fidelity teacher capture",
             )
         return _changes(ours, identity, ("model", "revision", "version", "device", "settings"))
-
-
-def _outputs(form: Form, arrays: dict[str, torch.Tensor], nll: np.ndarray) -> Outputs:
-    if form == "hidden":
-        return Hidden(states_TH=arrays["states"])
-    if form == "logits":
-        return Logits(logits_TV=arrays["logits"])
-    return TopK(ids_TK=arrays["ids"].numpy(), logprobs_TK=arrays["logprobs"].numpy(), target_logprob_T=-nll)
 
 
 def _changes(ours: EngineIdentity, theirs: EngineIdentity, names: tuple[str, ...]) -> list[str]:

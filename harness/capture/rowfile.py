@@ -25,7 +25,7 @@ from harness.store import write_table
 META_KEY = b"fidelity"
 #: Bytes of one page: its header counts them in a signed 32-bit number.
 PAGE_BYTES = 2**31 - 2**20
-_INT_VIEWS = {torch.bfloat16: "<u2", torch.float16: "<u2", torch.float32: "<u4", torch.int32: "<i4"}
+_INT_VIEWS = {torch.bfloat16: "<u2", torch.float16: "<u2", torch.float32: "<u4"}
 
 
 def corrupt(file: str, why: str) -> CaptureError:

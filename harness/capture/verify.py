@@ -13,7 +13,7 @@ from harness.digest import ids_digest
 from harness.errors import CaptureError
 from harness.progress import phase
 from harness.scoring import teacher_stats
-from harness.types import Check, Head, Hidden, Logits, Panel, TopK
+from harness.types import Check, Head, Hidden, Logits, Panel
 
 #: fp32 products in another order move an NLL by a few 1e-6; more than this is another number.
 NLL_TOLERANCE = 1e-4
@@ -83,24 +83,12 @@ def decode(row: CapturedRow, head: Head | None) -> Decoded:
             pass
         case Logits(logits_TV=matrix):
             pass
-        case known:
-            return _decode_topk(row, known)
     fresh = teacher_stats(matrix, row.target, head)
     moved = np.flatnonzero(fresh.top1 != row.top1)
     if len(moved):
         stored = teacher_stats(matrix[moved], row.top1[moved], head)
         moved = moved[~(stored.nll + np.log(stored.p_top1) <= NLL_TOLERANCE)]
     return Decoded(max_nll_change=_max(np.abs(fresh.nll - row.nll)), top1_changes=len(moved))
-
-
-def _decode_topk(row: CapturedRow, known: TopK) -> Decoded:
-    """A target outside of the known ids has only its stored log-probability: nothing to compare."""
-    best = known.logprobs_TK.argmax(1)
-    top1 = np.take_along_axis(known.ids_TK, best[:, None], 1)[:, 0]
-    found = known.ids_TK == row.target[:, None]
-    nll = -np.where(found, known.logprobs_TK, -np.inf).max(1)
-    change = np.abs(nll - row.nll)[found.any(1)]
-    return Decoded(max_nll_change=_max(change), top1_changes=int((top1 != row.top1).sum()))
 
 
 def _max(values: np.ndarray) -> float:

@@ -9,14 +9,13 @@ from typing import Self
 
 import torch
 
-from harness.capture.encode import Encoded, dtype_name, encode_hidden, encode_logits, encode_topk
-from harness.capture.heads import norm_digest, save_head
+from harness.capture.encode import Encoded, dtype_name, encode_hidden, encode_logits
+from harness.capture.heads import save_head
 from harness.capture.inventory import manifest_of, row_name, stored_key
 from harness.capture.manifest import (
     FORMAT,
     TORCH_DTYPES,
     CaptureKey,
-    CutPoint,
     Form,
     Manifest,
     differences,
@@ -27,7 +26,7 @@ from harness.digest import ids_digest
 from harness.errors import CaptureError
 from harness.scoring import TeacherStats, teacher_stats
 from harness.store import folder_lock, require_space
-from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, Row, TopK
+from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Panel, Row
 
 #: Bytes a position besides the captured array: statistics, footer and metadata.
 BESIDES = 64
@@ -59,8 +58,8 @@ class CaptureWriter:
         if dtype is None or (form == "hidden") != (head is not None):
             raise ValueError(f"form {form!r} with states_dtype {states_dtype!r} and head {head is not None}")
         self.folder, self.panel, self.head = folder, panel, head
-        self.dtype = torch.float32 if form == "topk" else dtype
-        self.key = capture_key(identity, panel, head, form, self.dtype)
+        self.dtype = dtype
+        self.key = capture_key(identity, panel, head, form, dtype)
         self._reserved = False
         self._stack = ExitStack()
         if lock:
@@ -97,7 +96,7 @@ class CaptureWriter:
             outputs: of the capture's form; hidden states and logits have an entry for the last token too, which
                 predicts nothing and is not stored.
             stats: of the scored positions, from these very hidden states (`harness.scoring.teacher_stats`); None
-                computes them here. The other forms always take theirs from what is stored.
+                computes them here. Logits always take theirs from what is stored.
         """
         self._require_of_panel(row)
         if row.index in self._rows:
@@ -115,9 +114,9 @@ class CaptureWriter:
             "domain": row.domain,
             "ids_sha256": ids_digest(row.ids_T),
             "states_sha256": encoded.sha256,
-            "width": encoded.width,
+            "width": encoded.array.shape[1],
         }
-        write_row_file(self.folder / name, encoded.arrays, encoded.columns, note)
+        write_row_file(self.folder / name, {encoded.name: encoded.array}, encoded.columns, note)
         self._rows[row.index] = name
 
     def finish(self) -> Manifest:
@@ -170,8 +169,6 @@ class CaptureWriter:
                 return encode_hidden(row, outputs, self.head, self.dtype, stats)
             case "logits", Logits():
                 return encode_logits(row, outputs, self.dtype)
-            case "topk", TopK():
-                return encode_topk(row, outputs)
         raise CaptureError(
             f"row {row.index}: the engine gave {type(outputs).__name__}, this capture holds the {self.key.form} form",
             "ask the engine for the form of the capture",
@@ -181,7 +178,7 @@ class CaptureWriter:
         """Before the first row: do all the missing ones fit on the disk?"""
         if self._reserved:
             return
-        bytes_each = sum(array.shape[1] * array.element_size() for array in encoded.arrays.values()) + BESIDES
+        bytes_each = encoded.array.shape[1] * encoded.array.element_size() + BESIDES
         missing = set(self.missing_rows())
         positions = sum(len(row.ids_T) - 1 for row in self.panel.rows if row.index in missing)
         require_space(self.folder, positions * bytes_each, f"the capture of {len(missing)} rows")
@@ -197,17 +194,11 @@ def capture_key(
             f"the engine says head {identity.head_sha256[:12]} and gives head {head.sha256[:12]}",
             "the identity must hold the digest of the head that the hidden states go into",
         )
-    norm = None if head is None or head.norm is None else norm_digest(head.norm)
-    cut: CutPoint = "after_final_norm_before_lm_head" if norm is None else "before_final_norm"
-    cuts: dict[Form, CutPoint] = {"hidden": cut, "logits": "lm_head_output_minus_row_max", "topk": "engine_logprobs"}
-    return CaptureKey.model_validate(
-        {
-            "form": form,
-            "dtype": dtype_name(dtype),
-            "cut_point": cuts[form],
-            "head_sha256": None if head is None else head.sha256,
-            "norm_sha256": norm,
-            "panel_sha256": panel.sha256,
-            "identity": identity,
-        }
+    return CaptureKey(
+        form=form,
+        dtype=dtype_name(dtype),
+        cut_point="after_final_norm_before_lm_head" if form == "hidden" else "lm_head_output_minus_row_max",
+        head_sha256=None if head is None else head.sha256,
+        panel_sha256=panel.sha256,
+        identity=identity,
     )

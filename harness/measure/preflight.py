@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from harness.errors import EngineError, ScoreError
-from harness.measure.rows import full, one_sided
+from harness.measure.rows import one_sided
 from harness.types import Check, Engine, Hidden, Logits, Row, RowOutputs
 
 #: A mean NLL this close to 0 or to ln V is no language model's.
@@ -42,14 +42,14 @@ def check_probes(engine: Engine, probes: Sequence[Row], outputs: Iterator[RowOut
         check_echo(row, out)
     ids = np.asarray(probe.ids_T)
     # Shift s asks whether the outputs at position t predict token t + 1 + s.
-    inner = _cut(full(first.outputs), 1, -2)
+    inner = _cut(first.outputs, 1, -2)
     nll = {s: one_sided(inner, engine.head, ids[2 + s : len(ids) - 1 + s]).nll for s in (-1, 0, 1)}
     vocab = engine.head.vocab_size if engine.head else int(_values(inner).shape[-1])
     return [
         Check(name="the engine ran the panel's token ids", passed=True, figure=f"{len(ids)} of {len(ids)} equal"),
         check_not_degenerate(nll[0], vocab),
         check_alignment(nll),
-        check_repeat(full(first.outputs), full(again.outputs)),
+        check_repeat(first.outputs, again.outputs),
         _cut_point(engine),
     ]
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.capture import Capture, CapturedRow
-from harness.errors import EngineError, IncomparableError, StorageError
+from harness.errors import IncomparableError, StorageError
 from harness.scoring import TeacherStats, score_outputs, teacher_stats
 from harness.store import require_space, write_table
-from harness.types import SCORE_DTYPES, Head, Hidden, Logits, Outputs, Panel, Row, Scores, TopK
+from harness.types import SCORE_DTYPES, Head, Hidden, Logits, Outputs, Panel, Row, Scores
 
 _KEY = b"measurement"
 #: Rough bytes that a scored position takes in positions.parquet and its row file together.
@@ -44,8 +44,8 @@ def score_row(capture: Capture, stored: CapturedRow, outputs: Outputs, head: Hea
         )
     vocab = head.vocab_size if head else (capture.head.vocab_size if capture.head else None)
     return score_outputs(
-        full(stored.outputs),
-        first_positions(full(outputs), len(targets)),
+        stored.outputs,
+        first_positions(outputs, len(targets)),
         targets,
         teacher_head=capture.head,
         candidate_head=head,
@@ -56,20 +56,13 @@ def score_row(capture: Capture, stored: CapturedRow, outputs: Outputs, head: Hea
 
 def one_sided(outputs: Outputs, head: Head | None, targets_T: np.ndarray) -> TeacherStats:
     """Log-sum-exp, NLL, entropy and top-1 of one side at its first ``len(targets_T)`` positions."""
-    cut = first_positions(full(outputs), len(targets_T))
+    cut = first_positions(outputs, len(targets_T))
     if isinstance(cut, Hidden):
         return teacher_stats(cut.states_TH, targets_T, head)
     return teacher_stats(cut.logits_TV, targets_T)
 
 
-def full(outputs: Outputs) -> Hidden | Logits:
-    """Outputs that hold a whole distribution at each position; top-k outputs do not."""
-    if isinstance(outputs, TopK):
-        raise EngineError("top-k outputs hold no full distribution", "ask the engine for hidden states or logits")
-    return outputs
-
-
-def first_positions(outputs: Hidden | Logits, count: int) -> Hidden | Logits:
+def first_positions(outputs: Outputs, count: int) -> Outputs:
     """The first ``count`` positions (the last token of a row predicts nothing that is scored)."""
     if isinstance(outputs, Hidden):
         return Hidden(states_TH=outputs.states_TH[:count])

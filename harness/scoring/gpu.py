@@ -16,7 +16,7 @@ import torch
 
 from harness.scoring import chunk
 from harness.scoring import state as slot
-from harness.scoring.sides import normed
+from harness.scoring.sides import whole_or_nan
 from harness.scoring.walk import Source, Walked
 from harness.types import Head
 
@@ -86,7 +86,7 @@ def _logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 logits of both sides, padding included; one product for both where they share a head."""
     inputs = [
-        source.matrix[at].to(on) if source.head is None else normed(source.matrix[at].to(on), source.head)
+        source.matrix[at].to(on) if source.head is None else whole_or_nan(source.matrix[at].to(on))
         for source in sources
     ]
     weight, head = heads[0], sources[0].head

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from harness.errors import CaptureError, ScoreError
+from harness.errors import ScoreError
 from harness.scoring import gpu
 from harness.scoring.blas import GROUP, blas_choice, single_threaded
-from harness.scoring.sides import HeadStrip, normed
+from harness.scoring.sides import HeadStrip, whole_or_nan
 from harness.scoring.walk import STRIP_BYTES, Source, default_threads
-from harness.types import CapturedRow, Head, Hidden, Logits, TopK
+from harness.types import CapturedRow, Head, Hidden, Logits
 
 #: Rows of the head that are gathered at a time for chosen ids.
 GATHERED = 8192
@@ -50,7 +50,7 @@ class TopAndTail:
 def teacher_logprobs_at(
     row: CapturedRow, head: Head | None, ids_TK: np.ndarray, *, vocab_size: int | None = None
 ) -> np.ndarray:
-    """The teacher's log-probabilities of ``ids_TK``, float64 ``[T - 1, K]``; NaN where an id is -1 or not captured.
+    """The teacher's log-probabilities of ``ids_TK``, float64 ``[T - 1, K]``; NaN where an id is -1.
 
     Only the head's rows of these ids are multiplied, which may round the last digit of a logit otherwise than the
     product with the whole head does.
@@ -61,14 +61,12 @@ def teacher_logprobs_at(
     vocab = _vocabulary(row, head, vocab_size)
     _check_ids(row, ids_TK, vocab)
     match row.outputs:
-        case TopK() as known:
-            return _captured_at(known, row.target, ids_TK)
         case Logits(logits_TV=logits):
             at = torch.from_numpy(np.maximum(ids_TK, 0).astype(np.int64))
             values = logits.gather(1, at).double().numpy()
         case Hidden(states_TH=states):
             values = _gathered_logits(states, _head_of(row, head), np.asarray(ids_TK))
-    return np.where(ids_TK >= 0, values - _lse(row)[:, None], np.nan)
+    return np.where(ids_TK >= 0, values - row.lse[:, None], np.nan)
 
 
 def teacher_top_and_tail(
@@ -87,14 +85,10 @@ def teacher_top_and_tail(
 
     Raises:
         ScoreError: ``k`` is above the vocabulary, or an id of ``also_TL`` outside it.
-        CaptureError: a top-k capture holds fewer ids than ``k``, or is asked for ids of its tail.
     """
     vocab, positions = _vocabulary(row, head, vocab_size), len(row.target)
     also = np.empty((positions, 0), np.int32) if also_TL is None else also_TL
     _check_ids(row, also, vocab)
-    if isinstance(row.outputs, TopK):
-        return _captured_top(row, row.outputs, k, m, _captured_at(row.outputs, row.target, also))
-    assert vocab is not None  # only a top-k capture has none
     if not 0 < k <= vocab:
         raise ScoreError(f"the top {k} of a vocabulary of {vocab} tokens", f"ask for 1 to {vocab}")
     out = TopAndTail(
@@ -106,12 +100,11 @@ def teacher_top_and_tail(
         also_logp_TL=np.full(also.shape, np.nan),
     )
     uniform = np.random.Generator(np.random.Philox(key=np.array([seed, row.index], np.uint64))).random((positions, m))
-    lse = _lse(row)
     for at, logits in _blocks(row, head, vocab):
         step = max(DRAW_BYTES // (8 * vocab), 1)
         for low in range(0, len(logits), step):
             some = slice(at.start + low, min(at.start + low + step, at.stop))
-            _fill(out, some, logits[low : low + step], lse[some], uniform[some], also[some])
+            _fill(out, some, logits[low : low + step], row.lse[some], uniform[some], also[some])
     return out
 
 
@@ -143,7 +136,7 @@ def _through(states_TH: torch.Tensor, head: Head, on: torch.device | None) -> to
         source = Source(matrix=states_TH, head=head)
         with gpu._full_precision():
             return gpu._logits((source, source), [head.weight_VH.to(on)] * 2, slice(None), on)[0]
-    inputs = normed(states_TH.cpu(), head).float().numpy()
+    inputs = whole_or_nan(states_TH.cpu()).float().numpy()
     with _runner() as (run, threads), single_threaded():
         strip = HeadStrip([inputs], head, len(head.weight_VH), blas_choice(), threads)
         strip.fill(0, len(head.weight_VH), run)
@@ -231,59 +224,18 @@ def _rows_of(head: Head, ids: np.ndarray) -> Head:
         vocab_size=len(ids),
         sha256="",
         bias_V=bias,
-        norm=head.norm,
         softcap=head.softcap,
         scale=head.scale,
     )
 
 
-# ---- a capture of the top-k form -------------------------------------------------------------------------------------
-
-
-def _captured_at(known: TopK, target_T: np.ndarray, ids_TK: np.ndarray) -> np.ndarray:
-    """Log-probabilities of the ids that were captured, NaN for others; the row's own next token is always known."""
-    span = int(max(known.ids_TK.max(), ids_TK.max(initial=-1), target_T.max())) + 2
-    offset = np.arange(len(ids_TK), dtype=np.int64)[:, None] * span + 1
-    stored, wanted = (known.ids_TK + offset).ravel(), ids_TK + offset
-    order = np.argsort(stored, kind="stable")
-    at = np.minimum(np.searchsorted(stored[order], wanted), len(stored) - 1)
-    found = (stored[order][at] == wanted) & (ids_TK >= 0)
-    values = np.where(found, known.logprobs_TK.astype(np.float64).ravel()[order][at], np.nan)
-    is_target = ids_TK == target_T[:, None]
-    return np.where(is_target & ~found, known.target_logprob_T[:, None], values)
-
-
-def _captured_top(row: CapturedRow, known: TopK, k: int, m: int, also_logp: np.ndarray) -> TopAndTail:
-    held = int((known.ids_TK >= 0).sum(1).min())
-    if k > held:
-        raise CaptureError(
-            f"row {row.index}: the capture holds the teacher's {held} most probable tokens, {k} are wanted",
-            f"ask for {held} or fewer, or capture hidden states",
-        )
-    if m:
-        raise CaptureError(
-            f"row {row.index}: a top-k capture has no tail to draw tokens from", "capture hidden states or logits"
-        )
-    logp = np.where(known.ids_TK >= 0, known.logprobs_TK.astype(np.float64), -np.inf)
-    order = np.lexsort((known.ids_TK, -logp), axis=-1)[:, :k]
-    logp_TK = np.take_along_axis(logp, order, 1)
-    return TopAndTail(
-        ids_TK=np.take_along_axis(known.ids_TK, order, 1).astype(np.int32),
-        logp_TK=logp_TK,
-        tail_ids_TM=np.empty((len(logp), 0), np.int32),
-        tail_logp_TM=np.empty((len(logp), 0)),
-        tail_mass_T=1.0 - np.exp(logp_TK).sum(1),
-        also_logp_TL=also_logp,
-    )
-
-
-def _check_ids(row: CapturedRow, ids_TK: np.ndarray, vocab: int | None) -> None:
+def _check_ids(row: CapturedRow, ids_TK: np.ndarray, vocab: int) -> None:
     if len(ids_TK) != len(row.target):
         raise ScoreError(
             f"row {row.index}: ids for {len(ids_TK)} positions, the capture holds {len(row.target)}",
             "ask about the same row",
         )
-    if vocab is not None and ids_TK.size and int(ids_TK.max()) >= vocab:
+    if ids_TK.size and int(ids_TK.max()) >= vocab:
         t, slot = (int(where[0]) for where in np.nonzero(ids_TK >= vocab))
         raise ScoreError(
             f"row {row.index}: token {int(ids_TK[t, slot])} at position {t} is outside the vocabulary of {vocab}",
@@ -297,17 +249,9 @@ def _head_of(row: CapturedRow, head: Head | None) -> Head:
     return head
 
 
-def _vocabulary(row: CapturedRow, head: Head | None, declared: int | None) -> int | None:
+def _vocabulary(row: CapturedRow, head: Head | None, declared: int | None) -> int:
     match row.outputs:
         case Hidden():
             return _head_of(row, head).vocab_size
         case Logits(logits_TV=logits):
             return logits.shape[1] if declared is None else declared
-        case _:
-            return declared
-
-
-def _lse(row: CapturedRow) -> np.ndarray:
-    if row.lse is None:
-        raise ScoreError(f"row {row.index} has no logsumexp of its logits", "capture the teacher again")
-    return row.lse

@@ -73,11 +73,6 @@ def check_head(name: str, states_TH: torch.Tensor, head: Head) -> None:
         raise ScoreError(
             f"the {name}'s head has {rows} rows but a bias of {list(head.bias_V.shape)}", "repair the head"
         )
-    if head.norm is not None and head.norm.weight_H.shape != (width,):
-        raise ScoreError(
-            f"the {name}'s final norm has shape {list(head.norm.weight_H.shape)}, its head expects [{width}]",
-            "use the norm that belongs to this head",
-        )
     if head.softcap is not None and not head.softcap > 0:
         raise ScoreError(f"the {name}'s head has soft-cap {head.softcap}", "a soft-cap is positive, or None")
 

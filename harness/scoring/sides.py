@@ -55,16 +55,12 @@ def patterns(matrix: torch.Tensor) -> np.ndarray:
     return whole.numpy() if whole.dtype == torch.float32 else whole.view(torch.uint16).numpy()
 
 
-def normed(states_TH: torch.Tensor, head: Head) -> torch.Tensor:
-    """Inputs of the head's product: normed in fp32 where the head says so; a row with a non-finite value is all NaN.
+def whole_or_nan(states_TH: torch.Tensor) -> torch.Tensor:
+    """Inputs of the head's product: a row with a non-finite value is all NaN.
 
     Such a row has no logits worth the name, and a soft-cap would turn its infinities into ordinary numbers.
     """
     states = states_TH.detach()
-    if head.norm is not None:
-        states = states.float()
-        states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + head.norm.eps)
-        states = states * head.norm.weight_H.detach().to(states)
     return torch.where(torch.isfinite(states).all(-1, keepdim=True), states, torch.nan)
 
 

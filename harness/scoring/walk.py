@@ -27,7 +27,7 @@ import torch
 
 from harness.scoring import rows
 from harness.scoring.blas import GROUP, blas_choice, single_threaded
-from harness.scoring.sides import HeadStrip, Part, Run, normed, patterns, tile_width
+from harness.scoring.sides import HeadStrip, Part, Run, patterns, tile_width, whole_or_nan
 from harness.scoring.state import fresh
 from harness.types import Head
 
@@ -208,7 +208,7 @@ class _Job:
         """The strips to fill, and for each side ``(strip, part)`` or None where its logits are there."""
         blas, heads = blas_choice(), [source.head for source in self.sources]
         inputs = [
-            None if source.head is None else normed(source.matrix[at].cpu(), source.head).float().numpy()
+            None if source.head is None else whole_or_nan(source.matrix[at].cpu()).float().numpy()
             for source in self.sources
         ]
         one, two = heads

@@ -12,7 +12,7 @@ from harness.measure.rows import targets_of
 from harness.scoring import bounds
 from harness.scoring.known import TopAndTail, teacher_logprobs_at, teacher_top_and_tail
 from harness.served.seam import ServedRow
-from harness.types import Row, TopK
+from harness.types import Row
 
 TOP = 5
 
@@ -182,8 +182,6 @@ def listed_ids(
         teacher, lp = asked.teacher, teacher_logprobs_at(stored, capture.head, also, vocab_size=vocab)
     else:
         k = answer.ids_TK.shape[1]
-        if isinstance(stored.outputs, TopK):
-            k = min(k, int((stored.outputs.ids_TK >= 0).sum(1).min()))
         teacher = teacher_top_and_tail(stored, capture.head, k, also_TL=also, vocab_size=vocab)
         lp = teacher.also_logp_TL
     return Listed(ids_TK=ids, lp_TK=lp[:, :-1], lp_top1_T=lp[:, -1]), teacher

@@ -46,9 +46,8 @@ def make_panel(lengths: list[int], vocab: int = V, seed: int = 1) -> Panel:
 
 def make_head(vocab: int = V, width: int = H, **shape: object) -> Head:
     weight = torch.randn(vocab, width, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    norm = shape.pop("norm", None)
     sha = head_digest(weight, vocab_size=vocab, **shape)
-    return Head(weight_VH=weight, vocab_size=vocab, sha256=sha, norm=norm, **shape)
+    return Head(weight_VH=weight, vocab_size=vocab, sha256=sha, **shape)
 
 
 def make_identity(head_sha256: str, **changes: object) -> EngineIdentity:

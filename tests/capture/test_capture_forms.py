@@ -1,8 +1,7 @@
-"""The logits form (heads that are not separable) and the top-k form: what survives storage, what is refused."""
+"""The logits form, for heads that are not separable: what survives storage, what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import mpmath
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from harness.capture import CaptureWriter, open_capture, verify_capture
-from harness.capture.encode import encode_logits, encode_topk
+from harness.capture.encode import encode_logits
 from harness.digest import ids_digest
 from harness.errors import CaptureError
-from harness.types import Hidden, Logits, Row, TopK
+from harness.types import Hidden, Logits, Row
 from tests.capture.conftest import T, Tiny, V, make_identity, make_panel
 
 
@@ -45,7 +44,7 @@ def test_round_trip_of_a_row_40_nats_deep() -> None:
     logits = logits_with_tail()
     row = row_of(3, 400)
     got = encode_logits(row, Logits(logits_TV=logits), torch.float16)
-    stored = got.arrays["logits"].double().numpy()
+    stored = got.array.double().numpy()
     for t in range(3):
         assert abs(kl(logits[t].numpy(), stored[t])) < 1e-6
         logp = stored[t] - got.columns["logsumexp"][t]
@@ -64,7 +63,7 @@ def test_bf16_logits_are_never_stored() -> None:
     with pytest.raises(CaptureError, match="cannot be stored as torch.bfloat16"):
         encode_logits(row_of(1, 50), Logits(logits_TV=logits), torch.bfloat16)
     got = encode_logits(row_of(1, 50), Logits(logits_TV=logits), torch.float16)
-    assert got.columns["top1"][0] == 4 and got.arrays["logits"][0, 3] < 0
+    assert got.columns["top1"][0] == 4 and got.array[0, 3] < 0
 
 
 def test_what_fp16_cannot_hold_is_refused_and_fp32_holds_it() -> None:
@@ -72,7 +71,7 @@ def test_what_fp16_cannot_hold_is_refused_and_fp32_holds_it() -> None:
     logits[1, 5] = -1e5
     with pytest.raises(CaptureError, match=r"position 1: a logit lies 100000 below the maximum"):
         encode_logits(row_of(2, 20), Logits(logits_TV=logits), torch.float16)
-    assert encode_logits(row_of(2, 20), Logits(logits_TV=logits), torch.float32).arrays["logits"][1, 5] == -1e5
+    assert encode_logits(row_of(2, 20), Logits(logits_TV=logits), torch.float32).array[1, 5] == -1e5
 
 
 def test_a_flat_row_around_a_far_maximum_does_not_survive_fp16() -> None:
@@ -90,9 +89,9 @@ def test_masked_logits_stay_masked() -> None:
     logits[:, 100:200] = -torch.inf
     row = row_of(3, 90)
     got = encode_logits(row, Logits(logits_TV=logits), torch.float16)
-    assert torch.isinf(got.arrays["logits"][:, 100:200]).all()
+    assert torch.isinf(got.array[:, 100:200]).all()
     assert np.isfinite(got.columns["entropy"]).all()
-    assert abs(kl(logits[0].numpy(), got.arrays["logits"][0].numpy())) < 1e-6
+    assert abs(kl(logits[0].numpy(), got.array[0].numpy())) < 1e-6
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -121,61 +120,6 @@ def test_a_logits_capture_is_written_read_and_verified(tmp_path: Path, dtype: st
     assert all(check.passed for check in verify_capture(capture, panel))
     with pytest.raises(CaptureError, match="holds Logits, not hidden states"):
         _ = got.states_TH
-
-
-def topk_of(row: Row, k: int = 8) -> tuple[TopK, np.ndarray]:
-    logits = np.random.default_rng(row.index).normal(0, 3, (len(row.ids_T) - 1, V))
-    logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    ids = np.argsort(-logp, 1)[:, :k].astype(np.int32)
-    target = logp[np.arange(len(logp)), row.ids_T[1:]]
-    return TopK(ids_TK=ids, logprobs_TK=np.take_along_axis(logp, ids, 1), target_logprob_T=target), logp
-
-
-def test_a_top_k_capture_keeps_the_tail_mass(tmp_path: Path) -> None:
-    panel = make_panel([T] * 2)
-    with CaptureWriter(tmp_path / "a", make_identity("none"), panel, None, "topk") as writer:
-        for row in panel.rows:
-            writer.write_row(row, topk_of(row)[0])
-        writer.finish()
-    capture = open_capture(tmp_path / "a")
-    for row in panel.rows:
-        known, logp = topk_of(row)
-        got = capture.row(row.index)
-        assert isinstance(got.outputs, TopK) and np.array_equal(got.outputs.ids_TK, known.ids_TK)
-        tail = 1 - np.exp(np.sort(logp, 1)[:, ::-1][:, :8]).sum(1)
-        np.testing.assert_allclose(got.tail_mass, tail, atol=1e-6)
-        np.testing.assert_array_equal(got.nll, -known.target_logprob_T)
-        assert np.array_equal(got.top1, logp.argmax(1)) and got.lse is None and got.entropy is None
-    assert all(check.passed for check in verify_capture(capture, panel))
-
-
-def test_unused_slots_hold_no_mass() -> None:
-    row = row_of(2, V)
-    known = TopK(
-        ids_TK=np.array([[5, 9, -1], [4, -1, -1]]),
-        logprobs_TK=np.log([[0.5, 0.25, 1.0], [0.9, 1.0, 1.0]]),
-        target_logprob_T=np.array([-3.0, -4.0]),
-    )
-    got = encode_topk(row, known)
-    np.testing.assert_allclose(got.columns["tail_mass"], [0.25, 0.1], atol=1e-7)
-    assert got.columns["top1"].tolist() == [5, 4]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda k: replace(k, ids_TK=np.where(k.ids_TK == k.ids_TK[3, 1], k.ids_TK[3, 0], k.ids_TK)), "there twice"),
-        (lambda k: replace(k, logprobs_TK=k.logprobs_TK + 1), "more than all the mass"),
-        (lambda k: replace(k, logprobs_TK=k.logprobs_TK * np.nan), "is NaN"),
-        (lambda k: replace(k, ids_TK=k.ids_TK * 0 - 1), "no id is known"),
-        (lambda k: replace(k, target_logprob_T=k.target_logprob_T - np.inf), "next token's log-probability"),
-        (lambda k: replace(k, target_logprob_T=k.target_logprob_T[:-1]), "scored positions"),
-    ],
-)
-def test_wrong_top_k_is_refused(change: object, message: str) -> None:
-    row = row_of(T - 1, V)
-    with pytest.raises(CaptureError, match=message):
-        encode_topk(row, change(topk_of(row)[0]))
 
 
 def test_outputs_of_another_form_are_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from harness.capture.heads import head_path
 from harness.capture.rowfile import page_offset, read_array
 from harness.errors import CaptureError, StorageError
 from harness.scoring import TeacherStats, teacher_stats
-from harness.types import FinalNorm, Hidden
+from harness.types import Hidden
 from tests.capture.conftest import H, T, Tiny, V, make_head, make_identity, make_panel
 
 ROW = "row-0002.parquet"
@@ -67,19 +67,14 @@ def test_statistics_equal_float64(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_head_comes_back_with_all_that_shapes_its_logits(tmp_path: Path) -> None:
-    norm = FinalNorm(weight_H=torch.rand(H) + 0.5, eps=1e-5)
-    head = make_head(bias_V=torch.randn(V), softcap=30.0, scale=0.125, norm=norm)
+    head = make_head(bias_V=torch.randn(V), softcap=30.0, scale=0.125)
     save_head(tmp_path, head)
     before = head_path(tmp_path, head.sha256).stat().st_mtime_ns
-    save_head(tmp_path, replace(head, norm=None))  # the same head again: nothing is written
+    save_head(tmp_path, replace(head))  # the same head again: nothing is written
     assert head_path(tmp_path, head.sha256).stat().st_mtime_ns == before
-    from harness.capture.heads import norm_digest
-
-    got = load_head(tmp_path, head.sha256, norm_digest(norm))
+    got = load_head(tmp_path, head.sha256)
     assert torch.equal(got.weight_VH, head.weight_VH) and torch.equal(got.bias_V, head.bias_V)
     assert (got.vocab_size, got.softcap, got.scale) == (V, 30.0, 0.125)
-    assert got.norm is not None and torch.equal(got.norm.weight_H, norm.weight_H) and got.norm.eps == norm.eps
-    assert load_head(tmp_path, head.sha256, None).norm is None
 
 
 def test_head_file_with_other_numbers_is_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -379,28 +374,6 @@ def test_a_cut_point_must_be_declared(tiny: Tiny, tmp_path: Path) -> None:
     rewrite(folder / ROW, lambda note: note["key"].pop("cut_point"))
     with pytest.raises(CaptureError, match="where its hidden states were cut"):
         open_capture(folder)
-
-
-def test_normed_states_that_claim_to_lie_before_the_norm(tiny: Tiny, tmp_path: Path) -> None:
-    """FAULTS B 1: H = 64, V = 128, norm weight of RMS 1.43; pre-norm is claimed, the states are post-norm."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(64, generator=generator)
-    weight *= 1.43 / weight.square().mean().sqrt()
-    raw = torch.randn(T, 64, generator=generator) * 7
-    head = make_head(128, 64, norm=FinalNorm(weight_H=weight, eps=1e-6))
-    panel = make_panel([T], 128)
-    normed = raw / raw.square().mean(1, keepdim=True).sqrt() * weight
-    with CaptureWriter(tmp_path / "a", make_identity(head.sha256), panel, head, "hidden", torch.float32) as writer:
-        with pytest.raises(CaptureError, match="the norm looks applied already"):
-            writer.write_row(panel.rows[0], Hidden(states_TH=normed))
-        writer.write_row(panel.rows[0], Hidden(states_TH=raw))
-        writer.finish()
-    capture = open_capture(tmp_path / "a")
-    assert capture.manifest.key.cut_point == "before_final_norm"
-    plain = replace(head, norm=None)
-    expected = teacher_stats(normed[:-1], panel.rows[0].ids_T[1:], plain)
-    np.testing.assert_allclose(capture.row(0).nll, expected.nll, atol=1e-4)
-    assert capture.head is not None and capture.head.norm is not None
 
 
 def test_another_dtype_is_an_error_not_a_reinterpretation(tiny: Tiny, tmp_path: Path) -> None:

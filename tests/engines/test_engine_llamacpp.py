@@ -21,7 +21,7 @@ from harness.engines.llamacpp import LlamaCppEngine
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import before_opening, open_engine
 from harness.errors import EngineError, UsageError
-from harness.measure.rows import first_positions, full, targets_of
+from harness.measure.rows import first_positions, targets_of
 from harness.panel import ensure_built
 from harness.scoring import score_outputs
 from harness.types import Logits, Row, RowOutputs, Scores
@@ -214,8 +214,8 @@ def scores_of(row: Row, ours: RowOutputs, theirs: RowOutputs, reference: Transfo
     """Exact scores of llama.cpp's logits against the reference's states."""
     count = len(row.ids_T) - 1
     return score_outputs(
-        first_positions(full(theirs.outputs), count),
-        first_positions(full(ours.outputs), count),
+        first_positions(theirs.outputs, count),
+        first_positions(ours.outputs, count),
         targets_of(row),
         teacher_head=reference.head,
         vocab_size=49152,

@@ -77,7 +77,7 @@ def cache_precision(folder: Path) -> None:
     deep[:, 7] = deep.max(1).values - 40
     row = made.row([7, 1, 7, 3])
     got = encode_logits(row, Logits(logits_TV=deep), torch.float16)
-    stored = got.arrays["logits"].float()
+    stored = got.array.float()
     scores = score_logits(deep[:3], stored, row.ids_T[1:])
     assert (np.abs(scores.kl) < 1e-6).all() and scores.kl.max() > 0
     total = np.exp(stored.double().numpy() - got.columns["logsumexp"][:, None]).sum(1)

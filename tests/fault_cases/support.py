@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from harness.capture import open_capture
-from harness.capture.encode import require_unnormed
 from harness.compare import compare
+from harness.engines.head import deviation, head_logits, is_separable, require_own_head
+from harness.engines.models import ModelFolder
 from harness.errors import CaptureError, EngineError, IncomparableError, ScoreError
 from harness.interop.g4 import import_g4
 from harness.measure.preflight import check_support
 from harness.measure.result import SAME_MODEL
-from harness.measure.rows import score_row
 from harness.report.basis import of_measurement
 from harness.report.caveats import how_measured
-from harness.scoring import score_hidden, score_logits
-from harness.types import FinalNorm, Head, TopK
+from harness.scoring import score_logits
+from harness.scoring.bounds import lower_bound, renormalised
 from tests.compare.fake_arms import World
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
@@ -67,17 +67,11 @@ def wider_logits(folder: Path) -> None:
 def renormalised_topk(folder: Path) -> None:
     """Full KL 0.415888; the renormalised top 2 would say 0.831777: top-k is never scored as if it were all."""
     p, q = (0.4, 0.1, 0.25, 0.25), (0.1, 0.4, 0.25, 0.25)
-    row = made.row([0, 1])
     full = score_logits(made.logits(p), made.logits(q), np.array([1], np.int32))
     assert full.kl[0] == pytest.approx(0.415888, abs=1e-6)
-    stored = made.capture(folder / "c", [row], [made.logits(p, p)], None)
-    known = TopK(
-        ids_TK=np.array([[0, 1]], np.int32),
-        logprobs_TK=np.log([[0.1, 0.4]]),
-        target_logprob_T=np.log([0.4]),
-    )
-    with pytest.raises(EngineError, match="top-k outputs hold no full distribution"):
-        score_row(stored, stored.row(0), known, None, row)
+    lp, lq = (np.log([side[:2]]) for side in (p, q))
+    assert lower_bound(lp, lq).kl[0] == pytest.approx(0.415888, abs=1e-6)
+    assert renormalised(lp, lq)[0] == pytest.approx(0.831777, abs=1e-6)
     (folder / "g4.json").write_text(json.dumps(g4_receipt()))
     bound = import_g4(folder / "g4.json")
     assert bound.estimator == "lower_bound"
@@ -86,25 +80,23 @@ def renormalised_topk(folder: Path) -> None:
 
 
 def cut_point(folder: Path) -> None:
-    """H = 64, V = 128, norm weight of RMS 1.43: before or after the final norm is declared, and looked at."""
+    """H = 64, V = 128, norm weight of RMS 1.43: states from before the final norm are no input of the head."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, generator=generator)
     weight *= 1.43 / weight.square().mean().sqrt()
     raw = 7 * torch.randn(17, 64, generator=generator)
     normed = raw / (raw.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
     matrix = torch.randn(128, 64, generator=generator) / 8
-    after = made.head(matrix)
-    before = Head(weight_VH=matrix, vocab_size=128, sha256=after.sha256, norm=FinalNorm(weight_H=weight, eps=1e-6))
-    targets = np.zeros(17, np.int32)
-    right = score_hidden(normed, raw, targets, teacher_head=after, candidate_head=before)
-    assert right.kl.max() < 1e-9
-    wrong = score_hidden(normed, raw, targets, teacher_head=before, candidate_head=before)
-    assert wrong.kl.mean() > 0.01, "norming a normed reference is not small once one side is right"
-    with pytest.raises(CaptureError, match="their RMS is 1.4.* the norm looks applied already"):
-        require_unnormed("row 0", normed, weight)
-    require_unnormed("row 0", raw, weight)
+    head = made.head(matrix)
+    logits = head_logits(head, normed)
+    right, wrong = (deviation(logits, head, states) for states in (normed, raw))
+    assert is_separable(right, "float32") and not is_separable(wrong, "bfloat16")
+    located = ModelFolder(path=folder, name="m", revision="local")
+    require_own_head(located, "an engine", right, "float32", "")
+    with pytest.raises(EngineError, match="logits differ by .* from those of the checkpoint's head on the same states"):
+        require_own_head(located, "an engine", wrong, "bfloat16", "")
     row = made.row([0] * 17)
-    made.capture(folder / "c", [row], [normed], after)
+    made.capture(folder / "c", [row], [normed], head)
     manifest = json.loads((folder / "c" / "manifest.json").read_text())
     assert manifest["key"].pop("cut_point") == "after_final_norm_before_lm_head"
     (folder / "c" / "manifest.json").write_text(json.dumps(manifest))

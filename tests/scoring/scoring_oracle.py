@@ -14,9 +14,6 @@ from harness.types import SCORE_DTYPES, Head, Scores
 def head_logits(states_TH: torch.Tensor, head: Head) -> np.ndarray:
     """fp32 logits ``[T, V]`` of a few rows, tile by tile over the head; padding columns included."""
     states = states_TH.float()
-    if head.norm is not None:
-        states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + head.norm.eps)
-        states = states * head.norm.weight_H.float()
     rows = head.weight_VH.shape[0]
     logits = torch.empty(len(states), rows)
     for low in range(0, rows, 2048):

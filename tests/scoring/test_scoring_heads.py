@@ -12,7 +12,7 @@ import torch
 
 from harness.errors import ScoreError, UsageError
 from harness.scoring import blas, blas_choice, score_hidden, score_logits, score_outputs, teacher_stats, walk
-from harness.types import FinalNorm, Head, Hidden, Logits, Scores
+from harness.types import Head, Hidden, Logits, Scores
 from tests.scoring.scoring_oracle import head_logits, oracle_scores
 from tests.scoring.test_scoring_properties import assert_scores
 
@@ -45,7 +45,6 @@ HEADS = {
     "fp32": make_head(1, dtype=torch.float32),
     "bias": make_head(1, bias_V=torch.linspace(-2, 2, VOCAB)),
     "scale and soft-cap": make_head(1, scale=2.5, softcap=10.0),
-    "norm": make_head(1, norm=FinalNorm(weight_H=torch.linspace(0.5, 1.5, HIDDEN), eps=1e-5)),
     "padded": make_head(1, vocab_size=VOCAB - 1200),
 }
 
@@ -227,7 +226,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("vocabulary of 2200, the candidate 2300", good, make_head(1, vocab_size=2200))
     refused("declares a vocabulary of 9999", good, make_head(1, vocab_size=9999))
     refused("a bias of \\[7\\]", good, make_head(1, bias_V=torch.zeros(7)))
-    refused("final norm has shape", good, make_head(1, norm=FinalNorm(weight_H=torch.ones(3), eps=1e-5)))
     refused("soft-cap", good, make_head(1, softcap=0.0))
     with pytest.raises(ScoreError, match="no head"):
         score_outputs(Hidden(states_TH=good), Hidden(states_TH=good), targets, teacher_head=head)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.capture import Capture, CaptureWriter, open_capture
-from harness.errors import CaptureError, EngineError, ScoreError
+from harness.errors import EngineError, ScoreError
 from harness.measure import summary
 from harness.measure.result import intervals
 from harness.measure.rows import row_table, scores_of
@@ -20,7 +20,7 @@ from harness.scoring.known import teacher_logprobs_at, teacher_top_and_tail
 from harness.served import score as served
 from harness.served.score import AskedIds, ask_of, receipt_extras, score_served
 from harness.served.seam import ServedRow
-from harness.types import SCORE_DTYPES, Hidden, Logits, Panel, Row, Scores, TopK
+from harness.types import SCORE_DTYPES, Hidden, Logits, Panel, Row, Scores
 from tests.capture.conftest import make_head, make_identity, make_panel
 
 V, T = 700, 81
@@ -77,19 +77,8 @@ def made(folder: Path, form: str = "hidden", noise: float = 0.05, rows: int = 3)
     with CaptureWriter(folder, identity, panel, head if form == "hidden" else None, form, torch.float32) as writer:
         for row in panel.rows:
             logits = teacher[row.index] @ weight
-            if form == "topk":
-                lp, ids = torch.log_softmax(logits.double(), -1)[:-1].topk(40)
-                target = torch.log_softmax(logits.double(), -1)[:-1].gather(
-                    1, torch.from_numpy(row.ids_T[1:].astype(np.int64))[:, None]
-                )[:, 0]
-                writer.write_row(
-                    row,
-                    TopK(ids_TK=ids.numpy().astype(np.int32), logprobs_TK=lp.numpy(), target_logprob_T=target.numpy()),
-                )
-            else:
-                writer.write_row(
-                    row, Hidden(states_TH=teacher[row.index]) if form == "hidden" else Logits(logits_TV=logits)
-                )
+            hidden = Hidden(states_TH=teacher[row.index])
+            writer.write_row(row, hidden if form == "hidden" else Logits(logits_TV=logits))
         writer.finish()
     capture = open_capture(folder)
     exact = {
@@ -126,18 +115,16 @@ def test_teacher_logprobs_are_those_of_the_whole_product(small: Served) -> None:
     np.testing.assert_array_equal(whole.also_logp_TL[:, 1], whole.logp_TK[:, 0])
 
 
-def test_a_head_with_norm_bias_softcap_and_padding() -> None:
+def test_a_head_with_bias_softcap_and_padding() -> None:
     """The gathered rows of a head keep all that it does to a logit; padding is no part of anything."""
     from harness.capture import CapturedRow
     from harness.scoring import teacher_stats
-    from harness.types import FinalNorm
 
     plain = make_head(vocab=V)
     head = replace(
         plain,
         vocab_size=V - 9,
         bias_V=torch.linspace(-2, 2, V),
-        norm=FinalNorm(weight_H=torch.linspace(0.5, 1.5, 48), eps=1e-6),
         softcap=30.0,
         scale=0.25,
     )
@@ -190,26 +177,6 @@ def test_drawn_ids_do_not_depend_on_blocks_and_follow_the_tail(small: Served, mo
         cells = [(counts[:30], expected[:30]), (counts[30:].sum(keepdims=True), expected[30:].sum(keepdims=True))]
         chi = sum((((c - e) ** 2)[e > 1e-9] / e[e > 1e-9]).sum() for c, e in cells)
         assert chi < 75
-
-
-def test_a_captured_top_k_knows_no_more_than_it_holds(tmp_path: Path) -> None:
-    served = made(tmp_path / "topk", form="topk", rows=1)
-    row = served.capture.row(0)
-    assert isinstance(row.outputs, TopK)
-    ids = np.concatenate([row.outputs.ids_TK[:, :2], row.target[:, None], np.full((T - 1, 1), -1)], 1).astype(np.int32)
-    found = teacher_logprobs_at(row, None, ids)
-    np.testing.assert_array_equal(found[:, :2], row.outputs.logprobs_TK[:, :2].astype(np.float64))
-    np.testing.assert_allclose(found[:, 2], -row.nll, atol=1e-6)
-    assert np.isnan(found[:, 3]).all()
-    outside = np.setdiff1d(np.arange(V), np.append(row.outputs.ids_TK[0], row.target[0]))[:1].astype(np.int32)
-    assert np.isnan(teacher_logprobs_at(row, None, np.broadcast_to(outside, (T - 1, 1)))[0, 0])
-    with pytest.raises(CaptureError, match="holds the teacher's 40"):
-        teacher_top_and_tail(row, None, 41)
-    with pytest.raises(CaptureError, match="no tail to draw"):
-        teacher_top_and_tail(row, None, 40, 2)
-    scores, extras = served.score(0, 20)
-    assert (scores.kl <= served.exact[0].kl + 2e-6).all() and (extras["kl_capped"] >= scores.kl - 2e-6).all()
-    assert (extras["kl_capped"] <= served.exact[0].kl + 2e-6).all()
 
 
 def test_ids_outside_the_vocabulary_are_refused(small: Served) -> None:

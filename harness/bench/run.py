@@ -11,19 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench import (
-    accuracy,
-    capture_store,
-    exl3_speed,
-    from_logits,
-    memory,
-    resampling,
-    streaming_speed,
-    tasks,
-    through_head,
-    wire,
-)
+from harness.bench import tasks, wire
+from harness.bench.capture_store import capture_store, scoring_memory
+from harness.bench.scores import accuracy, bootstrap, from_logits, through_head
 from harness.bench.timing import Figure, Section
+from harness.bench.weights import exl3, streaming
 from harness.environment import environment
 from harness.errors import UsageError
 from harness.progress import phase
@@ -94,42 +86,42 @@ def cases(sizes: Sizes, folder: Path) -> list[Case]:
     resamples = f"{sizes.resamples[1]:,} x {sizes.resamples[0]} rows"
     return [
         *(
-            Case(section="logits", title=f"from logits, V={a[0]:,}, one thread", work=partial(from_logits.run, *a))
+            Case(section="logits", title=f"from logits, V={a[0]:,}, one thread", work=partial(from_logits, *a))
             for a in sizes.logits
         ),
         *(
             Case(
                 section="head",
                 title=f"through the head, V={a[0]:,} H={a[1]:,}, {2 * a[2]} stacked rows, one thread",
-                work=partial(through_head.run, *a),
+                work=partial(through_head, *a),
             )
             for a in sizes.heads
         ),
-        Case(section="accuracy", title="relative error of KL", work=partial(accuracy.run, *sizes.accuracy)),
+        Case(section="accuracy", title="relative error of KL", work=partial(accuracy, *sizes.accuracy)),
         Case(
             section="exl3",
             title=f"EXL3, {sizes.exl3[0]} x {sizes.exl3[0]} weights, {sizes.exl3[1]} Gaussian tiles, one thread",
-            work=partial(exl3_speed.run, *sizes.exl3, 3),
+            work=partial(exl3, *sizes.exl3, 3),
         ),
         Case(
             section="store",
             title=f"capture store, one row of {length} x {width} bf16",
-            work=partial(capture_store.run, folder, width, length, sizes.rounds),
+            work=partial(capture_store, folder, width, length, sizes.rounds),
         ),
         Case(
             section="memory",
             title=f"scoring a capture, rows of {sizes.memory[2]} tokens",
-            work=partial(memory.run, *sizes.memory),
+            work=partial(scoring_memory, *sizes.memory),
         ),
         Case(
             section="streaming",
             title="streaming, {1} layers {0} wide, {2} rows of {3}, one thread".format(*sizes.streaming),
-            work=partial(streaming_speed.run, folder, *sizes.streaming, min(sizes.rounds, 3)),
+            work=partial(streaming, folder, *sizes.streaming, min(sizes.rounds, 3)),
         ),
         Case(
             section="bootstrap",
             title=f"bootstrap, {resamples}",
-            work=partial(resampling.run, *sizes.resamples, sizes.rounds),
+            work=partial(bootstrap, *sizes.resamples, sizes.rounds),
         ),
         Case(
             section="tasks",

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from harness.bench import TINY, Figure, bench_json, run_bench
-from harness.bench.accuracy import at_divergence, reference_kl
-from harness.bench.from_logits import Chunked, llama_work, naive, naive_head
+from harness.bench.baselines import Chunked, llama_work, naive, naive_head
 from harness.bench.made_up import made_up_logits
+from harness.bench.scores import at_divergence, reference_kl
 from harness.bench.timing import extra_megabytes, interleaved
 from harness.errors import UsageError
 from harness.store import write_json

@@ -8,9 +8,11 @@ import platform
 from functools import cache
 from pathlib import Path
 
+#: The folder of our own source.
+HARNESS = Path(__file__).parent
 #: Libraries whose version can move a digit.
 LIBRARIES = ("torch", "numpy", "numba", "transformers", "scipy", "pyarrow")
-#: Our own packages and files that can: a receipt's numbers are made nowhere else.
+#: Our own packages and files that can: a receipt's numbers are made nowhere else (tests/test_environment.py holds it).
 SOURCES = (
     "capture",
     "engines",
@@ -41,9 +43,8 @@ def source_digest() -> str:
 def current_source_digest() -> str:
     """The same, read again: code that is replaced while it runs is found out."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted(file for name in SOURCES for file in _files(root / name)):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(file for name in SOURCES for file in _files(HARNESS / name)):
+        digest.update(path.relative_to(HARNESS).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

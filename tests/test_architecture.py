@@ -1,16 +1,10 @@
-"""The rooms of the harness: data flows one way, so no package imports one above it, and no modules import in a circle.
-
-Imports are read from the source, those inside functions and under TYPE_CHECKING too.
-"""
+"""The rooms of the harness: data flows one way; no package imports one above it, no modules import in a circle."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 
-HARNESS = Path(__file__).parents[1] / "harness"
+from tests.architecture import Graph, import_graph
 
 #: From the ground up: a package imports from itself and from what stands before it.
 ORDER = (
@@ -41,39 +35,12 @@ ORDER = (
 )
 
 
-def modules() -> dict[str, Path]:
-    """Every module by its dotted name below ``harness``; a package's own name for its ``__init__``."""
-    found = {}
-    for file in sorted(HARNESS.rglob("*.py")):
-        parts = file.relative_to(HARNESS).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
-
-
-def imports(file: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of the harness that a file imports anywhere in its text."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: imports are absolute"
-            base = node.module or ""
-            inside = [f"{base}.{alias.name}" for alias in node.names]
-            names = [name if name.removeprefix("harness.") in known else base for name in inside]
-        else:
-            continue
-        found |= {name.removeprefix("harness.") for name in names if name.startswith("harness.")}
-    return found
-
-
 @pytest.fixture(scope="module")
-def graph() -> dict[str, set[str]]:
-    known = modules()
-    return {name: imports(file, known) - {name} for name, file in known.items()}
+def graph() -> Graph:
+    return import_graph()
 
 
-def upward(graph: dict[str, set[str]]) -> list[str]:
+def upward(graph: Graph) -> list[str]:
     rank = {name: place for place, name in enumerate(ORDER)}
     return [
         f"{name} imports {other}"
@@ -83,7 +50,7 @@ def upward(graph: dict[str, set[str]]) -> list[str]:
     ]
 
 
-def circles(graph: dict[str, set[str]]) -> list[str]:
+def circles(graph: Graph) -> list[str]:
     """The modules left once all that import nothing left are taken away, again and again."""
     left = {name: set(others) for name, others in graph.items()}
     while free := [name for name, others in left.items() if not others & left.keys()]:
@@ -92,19 +59,19 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def test_every_package_has_its_place(graph: dict[str, set[str]]) -> None:
+def test_every_package_has_its_place(graph: Graph) -> None:
     assert {name.split(".")[0] for name in graph if name} == set(ORDER)
 
 
-def test_no_package_imports_upwards(graph: dict[str, set[str]]) -> None:
+def test_no_package_imports_upwards(graph: Graph) -> None:
     assert upward(graph) == []
 
 
-def test_no_modules_import_in_a_circle(graph: dict[str, set[str]]) -> None:
+def test_no_modules_import_in_a_circle(graph: Graph) -> None:
     assert circles(graph) == []
 
 
-def test_the_tests_can_fail(graph: dict[str, set[str]]) -> None:
+def test_the_tests_can_fail(graph: Graph) -> None:
     """A lazy import upwards and a circle of two, added to what is there, are found."""
     assert upward(graph | {"stats.tests": graph["stats.tests"] | {"cli"}}) == ["stats.tests imports cli"]
     back = {"store": graph["store"] | {"panel.seal"}}

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.digest import file_digest, json_digest
 from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import ComputeDType
 from harness.engines.models import ModelFolder, locate
@@ -122,15 +121,9 @@ def model_key(request: Request, subject: Subject) -> dict[str, Any]:
         "device": request.device,
         "server": server and [public_name(server), server.software, server.version],
         "address": server.root if server and subject.weights_sha256 == UNKNOWN else None,
-        "source": [source_digest(), _own_source()],
+        "source": source_digest(),
         "environment": environment() | versions(),
     }
-
-
-def _own_source() -> str:
-    """Digest of this package's own files."""
-    folder = Path(__file__).parent
-    return json_digest({file.name: file_digest(file) for file in sorted(folder.glob("*.py"))})
 
 
 def open_subject(request: Request, subject: Subject, answers: Answers) -> tuple[AskingLM, SideIdentity, list[Check]]:

@@ -22,10 +22,17 @@ from harness.exl3.codebook import MARKERS, Codebook
 from harness.exl3.headers import TensorHeader, check_complete, read_exact, read_header, shard_paths
 from harness.exl3.headers import weights_digest as weights_digest
 from harness.exl3.layout import TILE, bits_of
-from harness.exl3.tensors import Exl3Linear, RowTable, check_trellis, codebook_of, decode_embedding
+from harness.exl3.tensors import (
+    PARTS,
+    Exl3Linear,
+    RowTable,
+    check_trellis,
+    codebook_of,
+    decode_embedding,
+    require_parts,
+)
 
 _SCALES = ("suh", "svh", "su", "sv")
-_PARTS = ("trellis", *_SCALES, *MARKERS)
 _FETCH = "fetch the missing shard, or the whole checkpoint again"
 
 
@@ -228,7 +235,7 @@ def _sort(
         trellis = tensors.get(f"{owner}.trellis")
         if trellis is not None and len(trellis.shape) == 2 and not any(f"{owner}.{p}" in tensors for p in _SCALES):
             tables.setdefault(owner, RowTable(name=owner, parts={})).parts[suffix] = header
-        elif suffix in _PARTS or trellis is not None:
+        elif suffix in PARTS or trellis is not None:
             groups[owner][suffix] = header
         else:
             plain[key] = header
@@ -236,10 +243,8 @@ def _sort(
 
 
 def _packed(name: str, parts: dict[str, TensorHeader]) -> PackedModule:
-    for full, legacy in (("trellis", "trellis"), ("suh", "su"), ("svh", "sv")):
-        if full not in parts and legacy not in parts:
-            raise CheckpointError(f"{name}: the tensor {name}.{full} is missing", _FETCH)
-    surplus = sorted(parts.keys() - {*_PARTS, "bias"})
+    require_parts(name, parts.keys(), _FETCH)
+    surplus = sorted(parts.keys() - {*PARTS, "bias"})
     if surplus:
         raise CheckpointError(
             f"{name}: {name}.{surplus[0]} lies beside {name}.trellis, and it is not known which one counts",

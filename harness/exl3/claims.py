@@ -1,4 +1,9 @@
-"""What part of a model a tensor belongs to, by its name: section, layer, kind and leaf."""
+"""What part of a model each tensor belongs to, by its name, and what config.json claims of it: advice, never trusted.
+
+The tensors are right. The claims come in two dialects: exllamav3 writes ``bits`` as an average that its allocator
+spends tensor by tensor, and ``head_bits``; third-party packs of routed experts write ``bits`` as the K of every routed
+expert and ``layer_bits`` for layers that differ, and ``non_routed_exl3`` for the rest.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,15 @@ Section = Literal["text", "mtp", "vision"]
 Kind = Literal["attention", "mlp", "shared experts", "routed experts", "head", "embedding", "other"]
 KINDS: tuple[Kind, ...] = ("attention", "mlp", "shared experts", "routed experts", "head", "embedding", "other")
 
+#: How far the counted average may lie from an average that config.json states.
+AVERAGE_TOLERANCE = 0.05
+#: Claims that make ``bits`` a claim on each tensor, not on their average.
+_PER_TENSOR = ("layer_bits", "scope", "non_routed_dtype_policy", "non_routed_exl3")
+
+#: Multi-token-prediction modules by their name; layers past the model's last are such too.
+MTP = re.compile(r"(^|\.)mtp\.")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _VISION = re.compile(r"(^|\.)(visual|vision\w*|image\w*|audio\w*|multi_modal_projector|mm_projector)\.")
-_MTP = re.compile(r"(^|\.)mtp\.")
 _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("shared experts", re.compile(r"\.shared_experts?(\.|$)")),
     ("routed experts", re.compile(r"\.experts(\.|$)")),
@@ -47,7 +58,7 @@ def spot_of(module: str, layers: int | None) -> Spot:
     section: Section = "text"
     if _VISION.search(module):
         section = "vision"
-    elif _MTP.search(module) or (layers is not None and layer >= layers):
+    elif MTP.search(module) or (layers is not None and layer >= layers):
         section = "mtp"
     kind: Kind = next((kind for kind, pattern in _KINDS if pattern.search(module)), "other")
     leaf = re.sub(r"\.slice\.\d+$", "", module).rpartition(".")[2]
@@ -63,15 +74,7 @@ def decoder_layers(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-# What config.json says of the quantisation, held against the tensors. The tensors are right; this is advice.
-#
-# Two dialects: exllamav3 writes ``bits`` as an average that its allocator spends tensor by tensor, and ``head_bits``;
-# third-party packs of routed experts write ``bits`` as the K of every routed expert and ``layer_bits`` for layers
-# that differ, and ``non_routed_exl3`` for the rest.
-
-#: How far the counted average may lie from an average that config.json states.
-AVERAGE_TOLERANCE = 0.05
-_PER_TENSOR = ("layer_bits", "scope", "non_routed_dtype_policy", "non_routed_exl3")
+# ---- claims held against the tensors ---------------------------------------------------------------------------------
 
 
 def mismatches(checkpoint: Checkpoint) -> list[str]:

@@ -15,28 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from harness.exl3.codebook import table
-from harness.exl3.kernels import HASHES, PLACE, decode_tiles, dense_blocks, workspace
-from harness.exl3.layout import RING_COL, RING_ROW, windows
+from harness.exl3.kernels import HASHES, PLACE, dense_blocks, workspace
+from harness.exl3.layout import windows
 from harness.exl3.tensors import PADDING, Exl3Linear
 
 #: Blocks that a thread takes at a time: about a millisecond of work.
 _STEP = 16
 #: Blocks that are held in float32 before a cast to float16: at most 64 MB.
 _STRIP = 1024
-
-
-def decode_rotated(linear: Exl3Linear) -> np.ndarray:
-    """The rotated matrix as coded, bit exact: float16 [in, out], padding included."""
-    words = linear.trellis.numpy().view(np.uint16)
-    rotated = np.empty(linear.padded_shape, np.uint16)
-    values, cut = table(linear.codebook).view(np.uint16), windows(words.shape[-1])
-
-    def work(start: int, stop: int) -> None:
-        decode_tiles(words, *cut, values, RING_ROW, RING_COL, start, stop, rotated)
-
-    _share(work, 0, len(words), max(1, _STEP * 64 // words.shape[1]))
-    return rotated.view(np.float16)
 
 
 def dense_weight(

@@ -18,11 +18,6 @@ from harness.exl3.tensors import PADDING, Exl3Linear
 _CHUNK = 1 << 24
 
 
-def decode_rotated(linear: Exl3Linear) -> torch.Tensor:
-    """The rotated matrix as coded, bit exact: float16 [in, out] on the layer's device, padding included."""
-    return _rotated(linear.trellis, _table(linear.codebook, torch.float16, linear.trellis.device))
-
-
 def dense_weight(
     linear: Exl3Linear, dtype: torch.dtype = torch.float32, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -57,11 +52,6 @@ def states(trellis: torch.Tensor) -> torch.Tensor:
     words = trellis.to(torch.int32) & 0xFFFF
     # The sign bit of the pair may be set; the arithmetic shift is at most 16, so the low 16 bits are right.
     return (words[..., first] << 16 | words[..., second]) >> shift & 0xFFFF
-
-
-def hadamard_rows(values: torch.Tensor) -> torch.Tensor:
-    """Unscaled 128-point Hadamard transform over the first axis [128 m, n], blockwise, in float32."""
-    return _butterflies(values.float())
 
 
 def _rotated(trellis: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Safetensors headers: what a shard holds, without reading its weights; a damaged shard is one clear line."""
+"""Safetensors shards without their weights: what each holds, whether one is missing, the digest of what all hold."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
 }
 #: The format's own limit on a header.
 _LONGEST_HEADER = 100_000_000
+_NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<total>\d{5})\.safetensors$")
+_INDEX = "model.safetensors.index.json"
+#: Bytes of one read of a digest.
+_CHUNK = 1 << 22
+#: Below this size a digest takes no time worth showing.
+_SHOWN_FROM = 1 << 30
 _AGAIN = "fetch this file again and compare its size with the one the Hub shows"
 
 
@@ -166,10 +172,7 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CheckpointError:
     return CheckpointError(f"{path.name} ({size:,} bytes) is {kind}: its first bytes are {start[:8]!r}", _AGAIN)
 
 
-# Which files make a checkpoint, and whether one of them is missing.
-
-_NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<total>\d{5})\.safetensors$")
-_INDEX = "model.safetensors.index.json"
+# ---- which files make a checkpoint -----------------------------------------------------------------------------------
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -231,11 +234,7 @@ def _gaps(names: list[str]) -> list[tuple[str, int, int]]:
     return gaps
 
 
-# The digest that identifies a checkpoint by the contents of its tensors: not by sharding, file names or dates.
-
-_CHUNK = 1 << 22
-#: Below this size a digest takes no time worth showing.
-_SHOWN_FROM = 1 << 30
+# ---- the digest of a checkpoint's tensors: not of shards, names of files or dates ------------------------------------
 
 
 def weights_digest(folder: Path) -> str:

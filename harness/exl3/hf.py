@@ -21,7 +21,7 @@ from harness.errors import CheckpointError
 from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.hf_layout import Accounting
 from harness.exl3.hf_packed import check_packed, make_dense, packed_owners
-from harness.exl3.hf_plan import Plan, fit
+from harness.exl3.hf_plan import Fitted, fit
 
 METHOD = "exl3"
 
@@ -50,7 +50,7 @@ class Exl3Quantizer(HfQuantizer):
 
     def __init__(self, quantization_config: Exl3Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._plan: Plan | None = None
+        self._plan: Fitted | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from harness.errors import CheckpointError
+from harness.exl3.claims import MTP
 
 #: Linears that some model classes hold as one; EXL3 always stores them apart. Order = order of the rows.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -25,7 +26,7 @@ _LAYER = re.compile(r"^(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.")
 _EXPERT = re.compile(r"^(?P<stack>.*experts)\.(?P<index>\d+)\.(?P<leaf>gate_proj|up_proj|down_proj)$")
 _SLICE = re.compile(r"^(?P<module>.*)\.slice\.(?P<index>\d+)$")
 _NAMED_RULES = (
-    ("multi-token-prediction head", re.compile(r"(^|\.)mtp\.")),
+    ("multi-token-prediction head", MTP),
     ("rotary table, computed by the model", re.compile(r"rotary_emb\.inv_freq$")),
     ("position ids, computed by the model", re.compile(r"(^|\.)position_ids$")),
 )

@@ -64,14 +64,14 @@ class DenseTable:
 
 
 @dataclass(slots=True)
-class Plan:
+class Fitted:
     """A fitted model: what to fill after loading, and the accounting."""
 
     accounting: Accounting
     fills: list[DenseBias | DenseTable] = field(default_factory=list)
 
 
-def fit(model: Any, checkpoint: Checkpoint) -> Plan:
+def fit(model: Any, checkpoint: Checkpoint) -> Fitted:
     """Give ``model`` (on meta) a packed module for every EXL3 linear of ``checkpoint``; refuse what does not fit.
 
     Raises:
@@ -96,7 +96,7 @@ class _Fitting:
 
     def __init__(self, model: Any, names: Names, layout: Layout) -> None:
         self.model, self.names, self.layout = model, names, layout
-        self.plan = Plan(layout.accounting)
+        self.plan = Fitted(layout.accounting)
         self._guests: dict[str, tuple[PackedTensors, tuple[nn.Module, str]]] = {}
 
     def pack(self, path: str, params: Sequence[str]) -> None:

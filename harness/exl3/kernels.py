@@ -36,16 +36,6 @@ def workspace(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def decode_tiles(words, first, second, shift, values, ring_row, ring_col, start, stop, rotated):  # type: ignore[no-untyped-def]
-    """Tile rows ``start .. stop`` by table look-up: words [a, b, width] to rotated [16 a, 16 b]."""
-    for a in range(start, stop):
-        for b in range(words.shape[1]):
-            for i in range(256):
-                pair = u32(words[a, b, first[i]]) << u32(16) | u32(words[a, b, second[i]])
-                rotated[16 * a + ring_row[i], 16 * b + ring_col[i]] = values[pair >> u32(shift[i]) & u32(0xFFFF)]
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
 def dense_blocks(words, first, second, shift, code, scales, place, span, target, layout, work):  # type: ignore[no-untyped-def]
     """Dense weight of blocks ``span = (start, stop)``, numbered along ``in`` first.
 

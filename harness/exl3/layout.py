@@ -1,4 +1,4 @@
-"""Where the bits of an EXL3 tile lie: ring order, rates, and states to packed words and back.
+"""Where the bits of an EXL3 tile lie: ring order, rates, and states to packed words.
 
 A tile holds 16 x 16 weights in a ring of 256 positions. Position ``i`` owns ``d_i`` fresh bits of a circular
 stream (``d_i = K``; for K + 0.5 alternately K and K + 1), and its state is the 16 bits of the stream that end
@@ -57,24 +57,11 @@ def windows(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return parts
 
 
-def unpack_states(trellis: np.ndarray) -> np.ndarray:
-    """States of every tile in ring order: int16 [..., width] to uint16 [..., 256].
-
-    Raises:
-        ValueError: the width has no legal rate.
-    """
-    width = trellis.shape[-1]
-    words = np.ascontiguousarray(trellis).view(np.uint16).reshape(-1, width)
-    states = np.empty((len(words), RING), np.uint16)
-    _unpack(words, *windows(width), states)
-    return states.reshape(*trellis.shape[:-1], RING)
-
-
 def pack_states(states: np.ndarray, width: int) -> np.ndarray:
     """Stored words of rings of states: uint16 [..., 256] to int16 [..., width].
 
-    Only the fresh (low) bits of each state are stored, so this inverts `unpack_states` exactly for states that
-    form a ring: each one the one before, shifted by its fresh bits.
+    Only the fresh (low) bits of each state are stored, so reading gives the states back that form a ring: each one the
+    one before, shifted by its fresh bits.
 
     Raises:
         ValueError: the width has no legal rate, or the last axis is not 256.
@@ -85,14 +72,6 @@ def pack_states(states: np.ndarray, width: int) -> np.ndarray:
     words = np.empty((len(flat), width), np.uint16)
     _pack(flat, fresh_bits(width), words)
     return words.view(np.int16).reshape(*states.shape[:-1], width)
-
-
-@njit(cache=True, nogil=True)
-def _unpack(words, first, second, shift, states):  # type: ignore[no-untyped-def]
-    for n in range(len(words)):
-        for i in range(256):
-            pair = np.uint32(words[n, first[i]]) << np.uint32(16) | np.uint32(words[n, second[i]])
-            states[n, i] = pair >> np.uint32(shift[i])
 
 
 @njit(cache=True, nogil=True)

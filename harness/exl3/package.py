@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import harness
 from harness.exl3.checkpoint import Checkpoint
 from harness.exl3.codebook import MARKERS
-from harness.exl3.quantize_plan import Job, Plan, QuantizeSettings
+from harness.exl3.quantize_plan import Job, QuantizePlan, QuantizeSettings
 from harness.store import atomic_path, write_json
 
 #: Written last: its existence means that the folder is whole.
@@ -49,7 +49,12 @@ class _Module:
 
 
 def package(
-    source: Checkpoint, dst: Path, plan: Plan, settings: QuantizeSettings, partial: Path, identity: dict[str, Any]
+    source: Checkpoint,
+    dst: Path,
+    plan: QuantizePlan,
+    settings: QuantizeSettings,
+    partial: Path,
+    identity: dict[str, Any],
 ) -> None:
     """Write shards, index, both configs and the tokenizer's files; the manifest last."""
     modules = list(_modules(source, plan, partial))
@@ -64,7 +69,7 @@ def package(
     write_json(dst / MANIFEST, {"made_by": f"exl3-fidelity {harness.__version__}", "identity": identity})
 
 
-def _modules(source: Checkpoint, plan: Plan, partial: Path) -> Iterator[_Module]:
+def _modules(source: Checkpoint, plan: QuantizePlan, partial: Path) -> Iterator[_Module]:
     where = {path.name: path for path in source.shards}
     for job in plan.jobs:
         file = partial / f"{job.module}.safetensors"
@@ -112,7 +117,7 @@ def _load(shard: list[_Module]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _about(plan: Plan, settings: QuantizeSettings, calibration: list[Any] | None) -> dict[str, Any]:
+def _about(plan: QuantizePlan, settings: QuantizeSettings, calibration: list[Any] | None) -> dict[str, Any]:
     """The ``quantization_config`` block; ``layer_bits`` names every coded layer when layers differ."""
     about: dict[str, Any] = {
         "quant_method": "exl3",
@@ -129,7 +134,7 @@ def _about(plan: Plan, settings: QuantizeSettings, calibration: list[Any] | None
     return about
 
 
-def _config(source: Checkpoint, plan: Plan, about: dict[str, Any]) -> dict[str, Any]:
+def _config(source: Checkpoint, plan: QuantizePlan, about: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(json.dumps(source.config))
     config["quantization_config"] = about
     if plan.head is not None:
@@ -140,7 +145,7 @@ def _config(source: Checkpoint, plan: Plan, about: dict[str, Any]) -> dict[str, 
 
 
 def _tensor_storage(
-    storage: dict[str, dict[str, torch.Tensor]], plan: Plan, settings: QuantizeSettings
+    storage: dict[str, dict[str, torch.Tensor]], plan: QuantizePlan, settings: QuantizeSettings
 ) -> dict[str, Any]:
     """What every module stores, as the format's own converter lists it."""
     jobs: dict[str, Job] = {job.module: job for job in plan.jobs}

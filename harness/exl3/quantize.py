@@ -24,7 +24,7 @@ from harness.exl3.calibrate import collect_hessians
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.encode import encode_linear
 from harness.exl3.package import MANIFEST, package
-from harness.exl3.quantize_plan import Job, Plan, QuantizeSettings, make_plan
+from harness.exl3.quantize_plan import Job, QuantizePlan, QuantizeSettings, make_plan
 from harness.progress import phase
 from harness.store import folder_lock, require_space, write_bytes
 
@@ -168,13 +168,13 @@ def _headers_digest(source: Checkpoint) -> str:
     return json_digest({key: [header.dtype, list(header.shape)] for key, header in source.tensors.items()})
 
 
-def _bytes_needed(source: Checkpoint, plan: Plan) -> int:
+def _bytes_needed(source: Checkpoint, plan: QuantizePlan) -> int:
     """The result, and its linears once more: they lie beside it until it is whole."""
     coded = sum(int(job.weights * job.rate.bits / 8) + (1 << 16) for job in plan.jobs)
     return 2 * coded + sum(source.plain[key].bytes for key in plan.copied)
 
 
-def _result(dst: Path, plan: Plan, *, resumed: int, was_complete: bool = False) -> QuantizeResult:
+def _result(dst: Path, plan: QuantizePlan, *, resumed: int, was_complete: bool = False) -> QuantizeResult:
     return QuantizeResult(
         folder=dst,
         linears=len(plan.jobs),

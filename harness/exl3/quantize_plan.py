@@ -13,6 +13,7 @@ from harness.exl3.claims import Kind, decoder_layers, spot_of
 from harness.exl3.codebook import CODEBOOKS, Codebook
 from harness.exl3.encode import Rate, SignNames
 from harness.exl3.headers import TensorHeader
+from harness.exl3.hf_names import MERGED
 from harness.exl3.layout import WIDTHS
 from harness.exl3.regularize import padded
 
@@ -33,8 +34,6 @@ _INPUTS = {
     "own": ("o_proj", "out_proj", "down_proj", "w2", "q_b_proj", "wq_b", "in_proj_qkv", "in_proj_z", "fc1", "fc2"),
 }
 _INPUT_OF = {leaf: group for group, leaves in _INPUTS.items() for leaf in leaves}
-#: Linears that are one in some sources and always apart in EXL3; parts in the order of their rows.
-_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FLOATS = {"BF16", "F16", "F32"}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -96,7 +95,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class QuantizePlan:
     """Jobs in the order of the source, tensors copied as they are, and the module name of a head (if coded)."""
 
     jobs: list[Job]
@@ -123,7 +122,7 @@ def check_bits(bits: float, codebook: Codebook) -> None:
         )
 
 
-def make_plan(source: Checkpoint, settings: QuantizeSettings) -> Plan:
+def make_plan(source: Checkpoint, settings: QuantizeSettings) -> QuantizePlan:
     """Sort every tensor of a plain checkpoint into jobs and copies.
 
     Raises:
@@ -149,7 +148,9 @@ def make_plan(source: Checkpoint, settings: QuantizeSettings) -> Plan:
             f"nothing in {source.name} matches --modules {settings.modules} and --layers",
             "choose other modules or layers",
         )
-    return Plan(jobs=jobs, copied=[key for key in copied if key not in consumed], head=head.module if head else None)
+    return QuantizePlan(
+        jobs=jobs, copied=[key for key in copied if key not in consumed], head=head.module if head else None
+    )
 
 
 def _check_source(source: Checkpoint, settings: QuantizeSettings) -> None:
@@ -176,7 +177,7 @@ def _jobs_of(source: Checkpoint, tensor: TensorHeader, settings: QuantizeSetting
     chosen = spot.section == "text" and spot.kind in _KINDS[settings.modules]
     if not chosen or (settings.layers is not None and spot.layer not in settings.layers):
         return []
-    if leaf not in _INPUT_OF and leaf not in _MERGED:
+    if leaf not in _INPUT_OF and leaf not in MERGED:
         return []
     _check_dtype(tensor)
     rate = Rate(bits=float(settings.layer_bits.get(spot.layer, settings.bits)), codebook=settings.codebook)
@@ -234,7 +235,7 @@ def _head_job(source: Checkpoint, settings: QuantizeSettings) -> Job | None:
 
 def _row_parts(source: Checkpoint, leaf: str, rows: int) -> list[tuple[str, int, int]]:
     """Name and row range of each linear in a source matrix of ``rows`` output features."""
-    if leaf not in _MERGED:
+    if leaf not in MERGED:
         return [(leaf, 0, rows)]
     if leaf == "gate_up_proj":
         sizes = [rows // 2, rows - rows // 2]
@@ -248,7 +249,7 @@ def _row_parts(source: Checkpoint, leaf: str, rows: int) -> list[tuple[str, int,
             f"{source.name}: {leaf} has {rows} rows and the config makes them {sizes}", "this layout is not supported"
         )
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [(name, end - size, end) for name, size, end in zip(_MERGED[leaf], sizes, ends, strict=True)]
+    return [(name, end - size, end) for name, size, end in zip(MERGED[leaf], sizes, ends, strict=True)]
 
 
 def _check_stack(source: Checkpoint, tensor: TensorHeader, leaf: str) -> None:

@@ -1,6 +1,7 @@
-"""EXL3 decoding straight from the format's text, one weight at a time, in Python integers and exact fractions.
+"""EXL3 decoding straight from the format's text, in Python integers and exact fractions, one weight at a time.
 
-Shares nothing with `harness.exl3` but the input arrays. Rounding to fp16 is the struct module's.
+Shares nothing with `harness.exl3` but the input arrays, the codebooks' tables (`all_states` and `rotated`, which are
+for whole matrices) and the place of a weight in a tile. Rounding to fp16 is the struct module's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from fractions import Fraction
 from functools import cache
 
 import numpy as np
+
+from harness.exl3.codebook import table
+from harness.exl3.layout import RING_COL, RING_ROW, bits_of
 
 
 def half(bits: int) -> float:
@@ -55,6 +59,24 @@ def states(words: np.ndarray, bits: float) -> list[int]:
     return found
 
 
+def all_states(trellis: np.ndarray) -> np.ndarray:
+    """`states` of every tile at once: int16 [..., width] to uint16 [..., 256]."""
+    bits = bits_of(trellis.shape[-1])
+    wide = np.ascontiguousarray(trellis).astype("<i2").view("<u4").astype(">u4").view(np.uint8)
+    stream = np.unpackbits(wide, axis=-1)
+    ends = np.cumsum(fresh(bits))
+    window = stream[..., (ends[:, None] + np.arange(-16, 0)) % stream.shape[-1]]
+    return (window @ (1 << np.arange(15, -1, -1))).astype(np.uint16)
+
+
+def rotated(trellis: np.ndarray, name: str) -> np.ndarray:
+    """The rotated matrix as coded, bit exact: float16 [in, out], padding included."""
+    down, across, _ = trellis.shape
+    tiles = np.empty((down, across, 16, 16), np.float16)
+    tiles[:, :, RING_ROW, RING_COL] = table(name)[all_states(trellis)]
+    return tiles.transpose(0, 2, 1, 3).reshape(16 * down, 16 * across)
+
+
 def tile(words: np.ndarray, bits: float, name: str) -> np.ndarray:
     """fp16 bits of one decoded tile, row-major [16, 16]."""
     out = np.zeros((16, 16), np.uint16)
@@ -93,3 +115,8 @@ def ring_value(words: np.ndarray, dim: int, bits: int) -> list[float]:
             state |= symbols[(i - j) % dim] << (j * bits)
         values.append(half(codebook("mul1", state & 0xFFFF)) * scale)
     return values
+
+
+def proxy_loss(error: np.ndarray, weight: np.ndarray, hessian: np.ndarray) -> float:
+    """``tr(E^T H E) / tr(W^T H W)``: how much of the output's energy is lost."""
+    return float(np.sum(error * (hessian @ error)) / np.sum(weight * (hessian @ weight)))

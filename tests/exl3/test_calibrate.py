@@ -14,9 +14,9 @@ from harness.errors import UsageError
 from harness.exl3.calibrate import calibration_ids, collect_hessians
 from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.decode import dense_weight
-from harness.exl3.encode import proxy_loss
 from harness.exl3.quantize import quantize_checkpoint
 from harness.exl3.quantize_plan import QuantizeSettings, make_plan
+from tests.exl3.oracle import proxy_loss
 
 UP = "model.layers.0.mlp.up_proj"
 

@@ -7,7 +7,7 @@ import pytest
 
 from harness.exl3 import decode_torch
 from harness.exl3.codebook import table
-from harness.exl3.layout import RING_COL, RING_ROW, WIDTHS, bits_of, fresh_bits, pack_states, unpack_states
+from harness.exl3.layout import RING_COL, RING_ROW, WIDTHS, bits_of, fresh_bits, pack_states
 from tests.exl3 import oracle
 
 # K: (states 0..3, states 254..255, sha256[:16] of the states, sha256[:16] of the mul1 tile); section 4
@@ -42,7 +42,7 @@ def test_every_legal_rate_has_a_vector():
 @pytest.mark.parametrize("bits", VECTORS)
 def test_published_vector(bits):
     first, last, states_digest, tile_digest = VECTORS[bits]
-    states = unpack_states(vector(bits))[0, 0]
+    states = oracle.all_states(vector(bits))[0, 0]
     assert states.dtype == np.uint16
     assert " ".join(f"{s:04x}" for s in states[:4]) == first
     assert " ".join(f"{s:04x}" for s in states[254:]) == last
@@ -63,7 +63,7 @@ def test_ring_order():
 def test_states_equal_the_bit_by_bit_oracle_and_pack_inverts(bits):
     rng = np.random.default_rng(int(bits * 2))
     trellis = rng.integers(-32768, 32768, (3, 2, WIDTHS[bits]), dtype=np.int16)
-    states = unpack_states(trellis)
+    states = oracle.all_states(trellis)
     assert states.reshape(6, 256).tolist() == [oracle.states(t, bits) for t in trellis.reshape(6, -1)]
     assert np.array_equal(pack_states(states, WIDTHS[bits]), trellis)
 
@@ -73,7 +73,7 @@ def test_states_in_torch_are_equal(bits):
     import torch
 
     trellis = np.random.default_rng(1).integers(-32768, 32768, (5, WIDTHS[bits]), dtype=np.int16)
-    assert decode_torch.states(torch.from_numpy(trellis)).tolist() == unpack_states(trellis).tolist()
+    assert decode_torch.states(torch.from_numpy(trellis)).tolist() == oracle.all_states(trellis).tolist()
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -89,7 +89,7 @@ def test_a_ring_made_from_fresh_bits_survives_packing(bits):
             state = (state << int(d) | symbol) & 0xFFFF
             ring.append(state)
     states = np.array(ring, np.uint16)
-    assert np.array_equal(unpack_states(pack_states(states, WIDTHS[bits])), states)
+    assert np.array_equal(oracle.all_states(pack_states(states, WIDTHS[bits])), states)
 
 
 @pytest.mark.parametrize("width", [0, 8, 15, 17, 72, 136, 144])

@@ -8,8 +8,9 @@ from numba import njit
 from scipy.stats import norm
 
 from harness.exl3.codebook import Codebook, table
-from harness.exl3.layout import WIDTHS, pack_states, unpack_states
+from harness.exl3.layout import WIDTHS, pack_states
 from harness.exl3.viterbi import _metrics, _plain_step, _vector_step, search, trellis
+from tests.exl3.oracle import all_states
 from tests.exl3.viterbi_oracle import cost, is_ring, oracle_states
 
 #: D * 4^K of the exact search on 16 Gaussian tiles, and the rms that gave it relative to the codebook's own:
@@ -49,7 +50,7 @@ def test_as_good_as_the_float64_search(bits: float, codebook: Codebook) -> None:
     weights[1, 7], weights[1, 90] = 5.5 * rms, -4.1 * rms  # far out of every codebook
     states = search(weights, bits, codebook)
     assert states.dtype == np.uint16 and is_ring(states, bits)
-    assert np.array_equal(unpack_states(pack_states(states, WIDTHS[bits])), states)
+    assert np.array_equal(all_states(pack_states(states, WIDTHS[bits])), states)
     best = [cost(oracle_states(row, bits, values), row, values) for row in weights]
     ours = [cost(path, row, values) for path, row in zip(states, weights, strict=True)]
     # The narrow costs may lead to another seam, and so to a path a little better or worse.

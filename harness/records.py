@@ -49,6 +49,8 @@ def _load(file: Path, parse: Callable[[str], Record], repair: str, error: type[H
 
 def first_problem(error: Exception) -> str:
     """What is wrong in one line: for a record the field, the complaint, and how many more there are."""
+    if isinstance(error, tomllib.TOMLDecodeError):
+        return f"it is not TOML: {error}"
     if not isinstance(error, ValidationError):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     problems = error.errors(include_url=False)

@@ -1,8 +1,20 @@
-"""Eight fp32 lanes at a time, written as arithmetic and compiled by numba through LLVM's vector types.
+"""The two inner loops of a score: sums over a block of the vocabulary for one position of both sides, in fp32 lanes.
 
-numba's own loop vectoriser needs `fastmath` to sum in lanes, and `fastmath` may reorder the very subtractions that
-keep a tiny divergence exact. Writing the vectors out leaves every rounding where the formula puts it, on every
-processor: the digits do not depend on the width of its registers.
+With a shift ``st`` near the teacher's maximum, ``c0`` near the mean of ``c - t`` under the teacher, ``sc = st + c0``,
+``p = exp(t - st)``, ``q = exp(c - sc)`` and ``d = (c - t) - c0`` (so ``q = p e^d``), let
+``phi(d) = e^d - 1 - d >= 0``. A block adds to
+
+    S = sum p   Q = sum q   M = sum p d   N = sum q d   A = sum p phi(d)   B = sum q phi(-d)
+    E = sum p (t - st)      F = sum q (c - sc)
+
+and with ``x = (A + M) / S``:  KL(teacher||candidate) = A / S - (x - log1p x),  exactly, for any shifts. No term of A
+or B is negative and x is small, so a KL of 1e-9 keeps six digits where the difference of two log-probabilities keeps
+none. Where c0 is not small the subtraction ``c - t`` is compensated, so a common offset costs no digits either.
+
+Eight lanes at a time are written as arithmetic and compiled by numba through LLVM's vector types. numba's own loop
+vectoriser needs `fastmath` to sum in lanes, and `fastmath` may reorder the very subtractions that keep a tiny
+divergence exact. Writing the vectors out leaves every rounding where the formula puts it, on every processor: the
+digits do not depend on the width of its registers.
 """
 
 from __future__ import annotations
@@ -21,6 +33,15 @@ F32, F64, I32, I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType
 FLOATS, DOUBLES, INTS = (ir.VectorType(kind, LANES) for kind in (F32, F64, I32))
 #: Entries summed in fp32 before a float64 sum takes over: 32 additions in each lane.
 RUN = 256
+UNROLL = 2
+#: Block lengths handed to the kernels are multiples of it.
+STRIDE = LANES * UNROLL
+#: Order of the results of `pair_sums`.
+MAX_T, MAX_C, MAX_U, S, Q, M, N, A, B, E, F = range(11)
+RESULTS = 11
+#: phi(d) / d**2 = EVEN(d**2) + d ODD(d**2) for |d| < 1, highest power first: minimax relative errors 5e-9 and 1e-9.
+EVEN = (2.5333924623525635e-05, 0.0013885812911644084, 0.04166671693482817, 0.5)
+ODD = (2.8061414124279793e-06, 0.00019838122708726574, 0.008333339598402507, 0.166666666472699)
 
 LOG2E = 1.4426950408889634
 #: 2**r on [-0.5, 0.5], highest power first: minimax relative error 9.1e-8 with the constant term held at 1.
@@ -187,29 +208,7 @@ def _reduce(builder: ir.IRBuilder, lanes: ir.Value, largest: bool) -> ir.Value:
     return result
 
 
-# The two inner loops: sums over a block of the vocabulary, in fp32 lanes, for one position of both sides.
-#
-# With a shift ``st`` near the teacher's maximum, ``c0`` near the mean of ``c - t`` under the teacher, ``sc = st + c0``,
-# ``p = exp(t - st)``, ``q = exp(c - sc)`` and ``d = (c - t) - c0`` (so ``q = p e^d``), let ``phi(d) = e^d - 1 - d
-# >= 0``.
-# A block adds to
-#
-#     S = sum p   Q = sum q   M = sum p d   N = sum q d   A = sum p phi(d)   B = sum q phi(-d)
-#     E = sum p (t - st)      F = sum q (c - sc)
-#
-# and with ``x = (A + M) / S``:  KL(teacher||candidate) = A / S - (x - log1p x),  exactly, for any shifts. No term of A
-# or B is negative and x is small, so a KL of 1e-9 keeps six digits where the difference of two log-probabilities keeps
-# none. Where c0 is not small the subtraction ``c - t`` is compensated, so a common offset costs no digits either.
-
-UNROLL = 2
-#: Block lengths handed to the kernels are multiples of it.
-STRIDE = LANES * UNROLL
-#: Order of the results of `pair_sums`.
-MAX_T, MAX_C, MAX_U, S, Q, M, N, A, B, E, F = range(11)
-RESULTS = 11
-#: phi(d) / d**2 = EVEN(d**2) + d ODD(d**2) for |d| < 1, highest power first: minimax relative errors 5e-9 and 1e-9.
-EVEN = (2.5333924623525635e-05, 0.0013885812911644084, 0.04166671693482817, 0.5)
-ODD = (2.8061414124279793e-06, 0.00019838122708726574, 0.008333339598402507, 0.166666666472699)
+# ---- sums over a block -----------------------------------------------------------------------------------------------
 
 
 def _difference(t: Vec, c: Vec, c0: Vec, c0_low: Vec) -> Vec:

@@ -8,9 +8,7 @@ blocks or threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +18,7 @@ from harness.errors import ScoreError
 from harness.scoring import gpu
 from harness.scoring.blas import GROUP, blas_choice, single_threaded
 from harness.scoring.sides import HeadStrip, whole_or_nan
-from harness.scoring.walk import STRIP_BYTES, Source, default_threads
+from harness.scoring.walk import STRIP_BYTES, default_threads, runner
 from harness.types import CapturedRow, Head, Hidden, Logits
 
 #: Rows of the head that are gathered at a time for chosen ids.
@@ -127,31 +125,19 @@ def _blocks(row: CapturedRow, head: Head | None, vocab: int) -> Iterator[tuple[s
     held = head if on is None else replace(head, weight_VH=head.weight_VH.to(on))
     for low in range(0, positions, step):
         at = slice(low, min(low + step, positions))
-        yield at, _through(states[at], held, on)[:, :vocab]
+        yield at, head_logits(states[at], held, on)[:, :vocab]
 
 
-def _through(states_TH: torch.Tensor, head: Head, on: torch.device | None) -> torch.Tensor:
+def head_logits(states_TH: torch.Tensor, head: Head, on: torch.device | None) -> torch.Tensor:
     """fp32 logits ``[n, width]`` of some positions: the main scorer's products, where it makes them."""
     if on is not None:
-        source = Source(matrix=states_TH, head=head)
-        with gpu._full_precision():
-            return gpu._logits((source, source), [head.weight_VH.to(on)] * 2, slice(None), on)[0]
+        with gpu.full_precision():
+            return gpu.head_logits(whole_or_nan(states_TH.to(on)), head.weight_VH.to(on), head)
     inputs = whole_or_nan(states_TH.cpu()).float().numpy()
-    with _runner() as (run, threads), single_threaded():
+    with runner(default_threads()) as (run, threads), single_threaded():
         strip = HeadStrip([inputs], head, len(head.weight_VH), blas_choice(), threads)
         strip.fill(0, len(head.weight_VH), run)
     return torch.from_numpy(strip.side(0).array)
-
-
-@contextmanager
-def _runner() -> Iterator[tuple[Callable[[Callable[[int], None], Iterable[int]], None], int]]:
-    threads = default_threads()
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-
-        def run(function: Callable[[int], None], items: Iterable[int]) -> None:
-            list(pool.map(function, items))
-
-        yield run, threads
 
 
 def _fill(
@@ -210,7 +196,7 @@ def _gathered_logits(states_TH: torch.Tensor, head: Head, ids_TK: np.ndarray) ->
         at = slice(low, min(low + step, len(ids_TK)))
         wanted, place = np.unique(np.maximum(ids_TK[at], 0), return_inverse=True)
         part = _rows_of(head, wanted)
-        block = _through(states_TH[at], part, gpu.device()).cpu().numpy()
+        block = head_logits(states_TH[at], part, gpu.device()).cpu().numpy()
         out[at] = block[np.arange(len(block))[:, None], place.reshape(ids_TK[at].shape)]
     return out
 

@@ -31,9 +31,9 @@ STRIDE = k.STRIDE
 
 
 @numba.njit(nogil=True)
-def _widen(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
+def _widen(half: np.ndarray, is_bf16: bool, out: np.ndarray) -> None:
     bits = out.view(np.uint32)
-    if brain:
+    if is_bf16:
         for i in range(len(half)):
             bits[i] = np.uint32(half[i]) << np.uint32(16)
         return
@@ -48,18 +48,18 @@ def _widen(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
         bits[i] |= np.uint32(0x7F800000) * np.uint32(abs(out[i]) >= np.float32(65536.0))
 
 
-def _floats(row: np.ndarray, low: int, high: int, brain: bool, buffer: np.ndarray) -> np.ndarray:
+def _floats(row: np.ndarray, low: int, high: int, is_bf16: bool, buffer: np.ndarray) -> np.ndarray:
     """``row[low:high]`` as fp32: a view of fp32, or 16-bit patterns widened into ``buffer``."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(_floats, inline="never")
-def _floats_typed(row, low, high, brain, buffer):  # type: ignore[no-untyped-def]
+def _floats_typed(row, low, high, is_bf16, buffer):  # type: ignore[no-untyped-def]
     if row.dtype == types.float32:
-        return lambda row, low, high, brain, buffer: row[low:high]
+        return lambda row, low, high, is_bf16, buffer: row[low:high]
 
-    def widened(row, low, high, brain, buffer):  # type: ignore[no-untyped-def]
-        _widen(row[low:high], brain, buffer[: high - low])
+    def widened(row, low, high, is_bf16, buffer):  # type: ignore[no-untyped-def]
+        _widen(row[low:high], is_bf16, buffer[: high - low])
         return buffer[: high - low]
 
     return widened
@@ -225,7 +225,7 @@ def _largest_blocks(tops: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(nogil=True)
-def _top_ids(row: np.ndarray, brain: bool, tops: np.ndarray, buffer: np.ndarray) -> np.ndarray:
+def _top_ids(row: np.ndarray, is_bf16: bool, tops: np.ndarray, buffer: np.ndarray) -> np.ndarray:
     """Ids of the ``TOP`` largest logits, ties to the lowest id; -1 where the row is shorter.
 
     They all lie in the ``TOP`` blocks of the largest maxima: every other entry has as many before it.
@@ -238,7 +238,7 @@ def _top_ids(row: np.ndarray, brain: bool, tops: np.ndarray, buffer: np.ndarray)
         if not wanted[block]:
             continue
         low = block * BLOCK
-        values = _floats(row, low, min(low + BLOCK, len(row)), brain, buffer)
+        values = _floats(row, low, min(low + BLOCK, len(row)), is_bf16, buffer)
         for i in range(len(values)):
             if values[i] > best[TOP - 1] or ids[TOP - 1] < 0:
                 place = TOP - 1
@@ -250,14 +250,14 @@ def _top_ids(row: np.ndarray, brain: bool, tops: np.ndarray, buffer: np.ndarray)
 
 
 @numba.njit(nogil=True)
-def _rank(row: np.ndarray, brain: bool, tops: np.ndarray, token: int, buffer: np.ndarray) -> int:
+def _rank(row: np.ndarray, is_bf16: bool, tops: np.ndarray, token: int, buffer: np.ndarray) -> int:
     """1 + the number of logits above that of ``token``."""
-    at = _floats(row, token, token + 1, brain, buffer)[0]
+    at = _floats(row, token, token + 1, is_bf16, buffer)[0]
     above = 0
     for block in range(len(tops)):
         if tops[block] > at:
             low = block * BLOCK
-            values = _floats(row, low, min(low + BLOCK, len(row)), brain, buffer)
+            values = _floats(row, low, min(low + BLOCK, len(row)), is_bf16, buffer)
             for i in range(len(values)):
                 above += values[i] > at
     return above + 1
@@ -265,22 +265,22 @@ def _rank(row: np.ndarray, brain: bool, tops: np.ndarray, token: int, buffer: np
 
 @numba.njit(nogil=True)
 def _second_pass(
-    t: np.ndarray, c: np.ndarray, brain: np.ndarray, state: np.ndarray, tops: np.ndarray, buffers: np.ndarray
+    t: np.ndarray, c: np.ndarray, is_bf16: np.ndarray, state: np.ndarray, tops: np.ndarray, buffers: np.ndarray
 ) -> tuple[float, int, int]:
     """Total variation, top-5 overlap and rank of one valid row that has all of its vocabulary at hand."""
     shift_t, shift_c = state[slot.TOP_T], state[slot.TOP_T] + state[slot.C0]
     ratio, gap, sums = state[slot.SUM_S] / state[slot.SUM_Q], 0.0, np.empty(1)
     for low in range(0, len(t), BLOCK):
         high = min(low + BLOCK, len(t))
-        a = _floats(t, low, high, brain[0], buffers[0])
-        gap += _gap(a, _floats(c, low, high, brain[1], buffers[1]), shift_t, shift_c, ratio, sums)
-    ids_t = _top_ids(t, brain[0], tops[0], buffers[0])
-    ids_c = _top_ids(c, brain[1], tops[1], buffers[0])
+        a = _floats(t, low, high, is_bf16[0], buffers[0])
+        gap += _gap(a, _floats(c, low, high, is_bf16[1], buffers[1]), shift_t, shift_c, ratio, sums)
+    ids_t = _top_ids(t, is_bf16[0], tops[0], buffers[0])
+    ids_c = _top_ids(c, is_bf16[1], tops[1], buffers[0])
     overlap = 0
     for i in ids_t:
         for j in ids_c:
             overlap += i == j and i >= 0
-    return 0.5 * gap / state[slot.SUM_S], overlap, _rank(c, brain[1], tops[1], int(state[slot.ID_T]), buffers[0])
+    return 0.5 * gap / state[slot.SUM_S], overlap, _rank(c, is_bf16[1], tops[1], int(state[slot.ID_T]), buffers[0])
 
 
 @numba.njit(nogil=True)
@@ -288,7 +288,7 @@ def _score_rows(
     teacher: np.ndarray,
     candidate: np.ndarray,
     starts: tuple[int, int],
-    brain: tuple[bool, bool],
+    is_bf16: tuple[bool, bool],
     columns: tuple[int, int],
     targets: np.ndarray,
     state: np.ndarray,
@@ -303,14 +303,14 @@ def _score_rows(
         side_c = candidate[row, starts[1] : starts[1] + width]
         for low in range(0, width, BLOCK):
             high = min(low + BLOCK, width)
-            t = _floats(side_t, low, high, brain[0], buffers[0])
-            c = _floats(side_c, low, high, brain[1], buffers[1])
+            t = _floats(side_t, low, high, is_bf16[0], buffers[0])
+            c = _floats(side_c, low, high, is_bf16[1], buffers[1])
             _add_block(t, c, first + low, state[row], sums)
             tops[0, low // BLOCK], tops[1, low // BLOCK] = sums[k.MAX_T], sums[k.MAX_C]
         at = targets[row] - first
         if 0 <= at < width:
-            state[row, slot.AT_T] = _floats(side_t, at, at + 1, brain[0], buffers[0])[0]
-            state[row, slot.AT_C] = _floats(side_c, at, at + 1, brain[1], buffers[1])[0]
+            state[row, slot.AT_T] = _floats(side_t, at, at + 1, is_bf16[0], buffers[0])[0]
+            state[row, slot.AT_C] = _floats(side_c, at, at + 1, is_bf16[1], buffers[1])[0]
         if len(second):
             second[row, 0], second[row, 1], second[row, 2] = math.nan, -1, -1
             if (
@@ -318,17 +318,17 @@ def _score_rows(
                 and min(state[row, slot.TOP_T], state[row, slot.TOP_C]) > -math.inf
             ):
                 second[row, 0], second[row, 1], second[row, 2] = _second_pass(
-                    side_t, side_c, brain, state[row], tops, buffers
+                    side_t, side_c, is_bf16, state[row], tops, buffers
                 )
 
 
 @numba.njit(nogil=True)
-def _widen_rows(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
+def _widen_rows(half: np.ndarray, is_bf16: bool, out: np.ndarray) -> None:
     """See `widen`."""
     for row in range(len(half)):
         for low in range(0, half.shape[1], BLOCK):
             high = min(low + BLOCK, half.shape[1])
-            _widen(half[row, low:high], brain, out[row, low:high])
+            _widen(half[row, low:high], is_bf16, out[row, low:high])
 
 
 def _entries(stamp: int) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -339,14 +339,14 @@ def _entries(stamp: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """
 
     @numba.njit(nogil=True, cache=True)
-    def score(teacher, candidate, starts, brain, columns, targets, state, second):  # type: ignore[no-untyped-def]
+    def score(teacher, candidate, starts, is_bf16, columns, targets, state, second):  # type: ignore[no-untyped-def]
         if stamp >= 0:
-            _score_rows(teacher, candidate, starts, brain, columns, targets, state, second)
+            _score_rows(teacher, candidate, starts, is_bf16, columns, targets, state, second)
 
     @numba.njit(nogil=True, cache=True)
-    def wide(half, brain, out):  # type: ignore[no-untyped-def]
+    def wide(half, is_bf16, out):  # type: ignore[no-untyped-def]
         if stamp >= 0:
-            _widen_rows(half, brain, out)
+            _widen_rows(half, is_bf16, out)
 
     return score, wide
 
@@ -363,7 +363,7 @@ def score_rows(
     teacher: np.ndarray,
     candidate: np.ndarray,
     starts: tuple[int, int],
-    brain: tuple[bool, bool],
+    is_bf16: tuple[bool, bool],
     columns: tuple[int, int],
     targets: np.ndarray,
     state: np.ndarray,
@@ -372,12 +372,12 @@ def score_rows(
     """Add the vocabulary's ``columns = (first, end)`` of both sides to the states ``[n, SLOTS]``.
 
     Column ``first`` is at ``starts[side]`` in a side's array, whose rows are contiguous and hold fp32, or uint16
-    patterns that are bf16 where ``brain[side]``, else fp16. ``second`` is empty, or ``[n, 3]`` float64 to receive
+    patterns that are bf16 where ``is_bf16[side]``, else fp16. ``second`` is empty, or ``[n, 3]`` float64 to receive
     total variation, top-5 overlap and rank, when the columns are the whole vocabulary.
     """
-    _compiled_score(teacher, candidate, starts, brain, columns, targets, state, second)
+    _compiled_score(teacher, candidate, starts, is_bf16, columns, targets, state, second)
 
 
-def widen(half: np.ndarray, brain: bool, out: np.ndarray) -> None:
-    """fp32 ``out[:, :]`` of 16-bit patterns ``[rows, width]``: bf16 where ``brain``, else fp16."""
-    _compiled_widen(half, brain, out)
+def widen(half: np.ndarray, is_bf16: bool, out: np.ndarray) -> None:
+    """fp32 ``out[:, :]`` of 16-bit patterns ``[rows, width]``: bf16 where ``is_bf16``, else fp16."""
+    _compiled_widen(half, is_bf16, out)

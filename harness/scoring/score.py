@@ -1,4 +1,18 @@
-"""What may be scored: shapes, ranges and dtypes are checked once, here, before any arithmetic."""
+"""Per-position scores of a candidate against its teacher: arrays in, arrays out.
+
+Hidden states go through each side's own head, tile by tile, in fp32 products; a panel's logits are never held. What
+the arrays mean:
+
+* ``agree``: the sets of ids that share the largest logit, teacher's and candidate's, have an id in common;
+  ``agree_lowest_id`` compares the lowest id of each set.
+* ``rank``: 1 + the number of candidate logits above the one of the teacher's lowest top id.
+* ``top5_overlap``: ids in both top fives, ties broken to the lowest id. ``tv``: half the sum of ``|p - q|``.
+* NaN and +inf are counted in ``nonfinite_*`` and make their side's results NaN (ids -1), and the pair's; nothing is
+  dropped or clamped. -inf is a probability of zero: it adds nothing where both sides have it, and makes a divergence
+  infinite where the other side has probability. A row of nothing but -inf counts as non-finite throughout.
+* A KL is exact to about 1e-6 of itself above 1e-9; rounding can leave one negative by about 1e-15, and it is kept.
+* Without a second pass ``tv`` is NaN, ``top5_overlap`` and ``rank`` are -1.
+"""
 
 from __future__ import annotations
 
@@ -9,110 +23,11 @@ import torch
 
 from harness.errors import ScoreError
 from harness.scoring import gpu
-from harness.scoring import score as inputs
 from harness.scoring.state import Sides, finish
 from harness.scoring.walk import Source, Walked, walk
 from harness.types import SCORE_DTYPES, Head, Hidden, Logits, Scores
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_matrix(name: str, matrix: torch.Tensor) -> None:
-    """Refuse anything but a two-dimensional float tensor with at least one row."""
-    if matrix.ndim != 2:
-        raise ScoreError(f"{name} have shape {list(matrix.shape)}, not [positions, width]", "pass one row of a panel")
-    if matrix.shape[0] == 0:
-        raise ScoreError(f"{name} hold no position", "a row of T tokens has T - 1 scored positions: give at least two")
-    if matrix.dtype not in FLOATS:
-        raise ScoreError(f"{name} are {matrix.dtype}", "give float32, bfloat16 or float16")
-
-
-def check_pair(teacher: torch.Tensor, candidate: torch.Tensor) -> None:
-    """Refuse two sides of unequal length; nothing is ever broadcast."""
-    if teacher.shape[0] != candidate.shape[0]:
-        raise ScoreError(
-            f"the teacher has {teacher.shape[0]} positions, the candidate {candidate.shape[0]}",
-            "score both over the same row, each without its last token",
-        )
-
-
-def check_targets(targets_T: np.ndarray | torch.Tensor, positions: int, vocab_size: int) -> np.ndarray:
-    """The next-token ids as int64 ``[T]``; refuses a wrong count or an id outside the vocabulary."""
-    targets = np.asarray(targets_T.cpu() if isinstance(targets_T, torch.Tensor) else targets_T)
-    if targets.shape != (positions,):
-        raise ScoreError(
-            f"{positions} positions but targets of shape {list(targets.shape)}",
-            "targets are the row's ids without the first, one per scored position",
-        )
-    if not np.issubdtype(targets.dtype, np.integer):
-        raise ScoreError(f"targets are {targets.dtype}, not token ids", "pass integer ids")
-    outside = np.flatnonzero((targets < 0) | (targets >= vocab_size))
-    if len(outside):
-        where = int(outside[0])
-        raise ScoreError(
-            f"target {int(targets[where])} at position {where} is outside the vocabulary of {vocab_size}",
-            "the panel was sealed with another tokenizer: check the panel and the head's vocab_size",
-        )
-    return targets.astype(np.int64)
-
-
-def check_head(name: str, states_TH: torch.Tensor, head: Head) -> None:
-    """Refuse a head that does not fit its hidden states."""
-    rows, width = head.weight_VH.shape
-    if states_TH.shape[1] != width:
-        raise ScoreError(
-            f"the {name}'s hidden states are {states_TH.shape[1]} wide, its head expects {width}",
-            "use the head that belongs to these hidden states",
-        )
-    if not 0 < head.vocab_size <= rows:
-        raise ScoreError(
-            f"the {name}'s head has {rows} rows but declares a vocabulary of {head.vocab_size}",
-            "declare the tokenizer's vocabulary, at most the head's rows",
-        )
-    if head.bias_V is not None and head.bias_V.shape != (rows,):
-        raise ScoreError(
-            f"the {name}'s head has {rows} rows but a bias of {list(head.bias_V.shape)}", "repair the head"
-        )
-    if head.softcap is not None and not head.softcap > 0:
-        raise ScoreError(f"the {name}'s head has soft-cap {head.softcap}", "a soft-cap is positive, or None")
-
-
-def common_vocabulary(teacher: int, candidate: int) -> int:
-    """The one vocabulary both sides declare; refuses two different ones."""
-    if teacher != candidate:
-        raise ScoreError(
-            f"the teacher declares a vocabulary of {teacher}, the candidate {candidate}",
-            "a divergence needs one support: declare the tokenizer's vocab_size on both sides",
-        )
-    return teacher
-
-
-def declared_vocabulary(name: str, width: int, head: Head | None, declared: int | None) -> int:
-    """A side's vocabulary: its head's, else what is declared for logits, else all of their columns."""
-    if head is not None:
-        return head.vocab_size
-    if declared is not None and not 0 < declared <= width:
-        raise ScoreError(
-            f"a vocabulary of {declared} is declared but the {name} has {width} columns",
-            "declare the tokenizer's vocabulary; both sides must cover it",
-        )
-    return width if declared is None else declared
-
-
-# Per-position scores of a candidate against its teacher: arrays in, arrays out.
-#
-# Hidden states go through each side's own head, tile by tile, in fp32 products; a panel's logits are never held. What
-# the arrays mean:
-#
-# * ``agree``: the sets of ids that share the largest logit, teacher's and candidate's, have an id in common;
-#   ``agree_lowest_id`` compares the lowest id of each set.
-# * ``rank``: 1 + the number of candidate logits above the one of the teacher's lowest top id.
-# * ``top5_overlap``: ids in both top fives, ties broken to the lowest id. ``tv``: half the sum of ``|p - q|``.
-# * NaN and +inf are counted in ``nonfinite_*`` and make their side's results NaN (ids -1), and the pair's; nothing is
-#   dropped or clamped. -inf is a probability of zero: it adds nothing where both sides have it, and makes a divergence
-#   infinite where the other side has probability. A row of nothing but -inf counts as non-finite throughout.
-# * A KL is exact to about 1e-6 of itself above 1e-9; rounding can leave one negative by about 1e-15, and it is kept.
-# * Without a second pass ``tv`` is NaN, ``top5_overlap`` and ``rank`` are -1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +121,12 @@ def teacher_stats(
 
 def _source(name: str, outputs: Hidden | Logits, head: Head | None) -> Source:
     if isinstance(outputs, Logits):
-        inputs.check_matrix(f"the {name}'s logits", outputs.logits_TV)
+        check_matrix(f"the {name}'s logits", outputs.logits_TV)
         return Source(matrix=outputs.logits_TV, head=None)
     if head is None:
         raise ScoreError(f"the {name} gives hidden states but no head", "pass the head they belong to")
-    inputs.check_matrix(f"the {name}'s hidden states", outputs.states_TH)
-    inputs.check_head(name, outputs.states_TH, head)
+    check_matrix(f"the {name}'s hidden states", outputs.states_TH)
+    check_head(name, outputs.states_TH, head)
     return Source(matrix=outputs.states_TH, head=head)
 
 
@@ -223,12 +138,12 @@ def _walk(
     second: bool | None,
     threads: int | None,
 ) -> tuple[Sides, Walked]:
-    inputs.check_pair(teacher.matrix, candidate.matrix)
-    vocab = inputs.common_vocabulary(
-        inputs.declared_vocabulary("teacher", teacher.width, teacher.head, vocab_size),
-        inputs.declared_vocabulary("candidate", candidate.width, candidate.head, vocab_size),
+    check_pair(teacher.matrix, candidate.matrix)
+    vocab = common_vocabulary(
+        declared_vocabulary("teacher", teacher.width, teacher.head, vocab_size),
+        declared_vocabulary("candidate", candidate.width, candidate.head, vocab_size),
     )
-    targets = inputs.check_targets(targets_T, len(teacher.matrix), vocab)
+    targets = check_targets(targets_T, len(teacher.matrix), vocab)
     on = gpu.device()
     if on is None:
         walked = walk((teacher, candidate), targets, vocab, second=second, threads=threads)
@@ -275,3 +190,88 @@ def _outside(padding_T: np.ndarray, lse_T: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         share = np.exp(padding_T - np.logaddexp(padding_T, lse_T))
     return np.where(padding_T == -np.inf, 0.0, share)
+
+
+# ---- what may be scored: shapes, ranges and dtypes, checked once before any arithmetic -------------------------------
+
+
+def check_matrix(name: str, matrix: torch.Tensor) -> None:
+    """Refuse anything but a two-dimensional float tensor with at least one row."""
+    if matrix.ndim != 2:
+        raise ScoreError(f"{name} have shape {list(matrix.shape)}, not [positions, width]", "pass one row of a panel")
+    if matrix.shape[0] == 0:
+        raise ScoreError(f"{name} hold no position", "a row of T tokens has T - 1 scored positions: give at least two")
+    if matrix.dtype not in FLOATS:
+        raise ScoreError(f"{name} are {matrix.dtype}", "give float32, bfloat16 or float16")
+
+
+def check_pair(teacher: torch.Tensor, candidate: torch.Tensor) -> None:
+    """Refuse two sides of unequal length; nothing is ever broadcast."""
+    if teacher.shape[0] != candidate.shape[0]:
+        raise ScoreError(
+            f"the teacher has {teacher.shape[0]} positions, the candidate {candidate.shape[0]}",
+            "score both over the same row, each without its last token",
+        )
+
+
+def check_targets(targets_T: np.ndarray | torch.Tensor, positions: int, vocab_size: int) -> np.ndarray:
+    """The next-token ids as int64 ``[T]``; refuses a wrong count or an id outside the vocabulary."""
+    targets = np.asarray(targets_T.cpu() if isinstance(targets_T, torch.Tensor) else targets_T)
+    if targets.shape != (positions,):
+        raise ScoreError(
+            f"{positions} positions but targets of shape {list(targets.shape)}",
+            "targets are the row's ids without the first, one per scored position",
+        )
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise ScoreError(f"targets are {targets.dtype}, not token ids", "pass integer ids")
+    outside = np.flatnonzero((targets < 0) | (targets >= vocab_size))
+    if len(outside):
+        where = int(outside[0])
+        raise ScoreError(
+            f"target {int(targets[where])} at position {where} is outside the vocabulary of {vocab_size}",
+            "the panel was sealed with another tokenizer: check the panel and the head's vocab_size",
+        )
+    return targets.astype(np.int64)
+
+
+def check_head(name: str, states_TH: torch.Tensor, head: Head) -> None:
+    """Refuse a head that does not fit its hidden states."""
+    rows, width = head.weight_VH.shape
+    if states_TH.shape[1] != width:
+        raise ScoreError(
+            f"the {name}'s hidden states are {states_TH.shape[1]} wide, its head expects {width}",
+            "use the head that belongs to these hidden states",
+        )
+    if not 0 < head.vocab_size <= rows:
+        raise ScoreError(
+            f"the {name}'s head has {rows} rows but declares a vocabulary of {head.vocab_size}",
+            "declare the tokenizer's vocabulary, at most the head's rows",
+        )
+    if head.bias_V is not None and head.bias_V.shape != (rows,):
+        raise ScoreError(
+            f"the {name}'s head has {rows} rows but a bias of {list(head.bias_V.shape)}", "repair the head"
+        )
+    if head.softcap is not None and not head.softcap > 0:
+        raise ScoreError(f"the {name}'s head has soft-cap {head.softcap}", "a soft-cap is positive, or None")
+
+
+def common_vocabulary(teacher: int, candidate: int) -> int:
+    """The one vocabulary both sides declare; refuses two different ones."""
+    if teacher != candidate:
+        raise ScoreError(
+            f"the teacher declares a vocabulary of {teacher}, the candidate {candidate}",
+            "a divergence needs one support: declare the tokenizer's vocab_size on both sides",
+        )
+    return teacher
+
+
+def declared_vocabulary(name: str, width: int, head: Head | None, declared: int | None) -> int:
+    """A side's vocabulary: its head's, else what is declared for logits, else all of their columns."""
+    if head is not None:
+        return head.vocab_size
+    if declared is not None and not 0 < declared <= width:
+        raise ScoreError(
+            f"a vocabulary of {declared} is declared but the {name} has {width} columns",
+            "declare the tokenizer's vocabulary; both sides must cover it",
+        )
+    return width if declared is None else declared

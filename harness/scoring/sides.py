@@ -36,7 +36,7 @@ class Part:
 
     array: np.ndarray
     start: int
-    brain: bool
+    is_bf16: bool
 
 
 def tile_width(hidden: int, blas: Blas) -> int:
@@ -82,7 +82,7 @@ class HeadStrip:
     def __init__(self, parts: list[np.ndarray], head: Head, width: int, blas: Blas, threads: int) -> None:
         states_RH, self.places = stack(parts, blas.group)
         self.head, self.blas = head, blas
-        self.weight, self.brain = patterns(head.weight_VH), head.weight_VH.dtype == torch.bfloat16
+        self.weight, self.is_bf16 = patterns(head.weight_VH), head.weight_VH.dtype == torch.bfloat16
         self.bias = None if head.bias_V is None else head.bias_V.detach().cpu().float().numpy()
         self.tile = tile_width(states_RH.shape[1], blas)
         self.logits = aligned(len(states_RH), width)
@@ -105,7 +105,7 @@ class HeadStrip:
 
     def _fill_tile(self, low: int, high: int, first: int) -> None:
         out = self.logits[:, low - first : high - first]
-        self.product.multiply(self.weight[low:high], self.brain, out)
+        self.product.multiply(self.weight[low:high], self.is_bf16, out)
         if self.bias is not None:
             out += self.bias[low:high]
         if self.head.scale != 1.0:
@@ -124,7 +124,7 @@ class _Widened:
         for _ in range(threads):
             self.spare.put(None)
 
-    def multiply(self, weight_WH: np.ndarray, brain: bool, out_RW: np.ndarray) -> None:
+    def multiply(self, weight_WH: np.ndarray, is_bf16: bool, out_RW: np.ndarray) -> None:
         """As `Packed.multiply`."""
         if weight_WH.dtype == np.float32:
             self._products(weight_WH, out_RW)
@@ -132,7 +132,7 @@ class _Widened:
         tile = self.spare.get()
         if tile is None:
             tile = np.empty((self.tile, self.states_RH.shape[1]), np.float32)
-        rows.widen(weight_WH, brain, tile)
+        rows.widen(weight_WH, is_bf16, tile)
         self._products(tile[: len(weight_WH)], out_RW)
         self.spare.put(tile)
 

@@ -1,6 +1,6 @@
 """The row kernels for a GPU: one Triton program a position, walking the whole vocabulary. Imported only with a GPU.
 
-The algebra is that of `harness.scoring.state` and `harness.scoring.chunk`: fp32 within a block, the state in float64
+The algebra is that of `harness.scoring.state`: fp32 within a block, the state in float64
 registers. fp64 work is a few dozen operations a block, so a slow fp64 unit does not matter.
 """
 

@@ -71,7 +71,7 @@ def walk(
     sources: tuple[Source, Source], targets_T: np.ndarray, vocab_size: int, *, second: bool | None, threads: int | None
 ) -> Walked:
     """See every position against the whole vocabulary. ``second=None`` decides by its cost."""
-    with _runner(threads or default_threads()) as (run, workers):
+    with runner(threads or default_threads()) as (run, workers):
         job = _Job(sources, targets_T, vocab_size, run, workers)
         if all(source.head is None for source in sources):
             return job.from_logits(bool(second))
@@ -80,7 +80,8 @@ def walk(
 
 
 @contextmanager
-def _runner(threads: int) -> Iterator[tuple[Run, int]]:
+def runner(threads: int) -> Iterator[tuple[Run, int]]:
+    """What runs a function over items on so many threads, and their number."""
     if threads == 1:
         yield _in_order, 1
         return
@@ -120,7 +121,7 @@ class _Job:
                 parts[0].array,
                 parts[1].array,
                 (parts[0].start, parts[1].start),
-                (parts[0].brain, parts[1].brain),
+                (parts[0].is_bf16, parts[1].is_bf16),
                 (first, end),
                 self.targets_T[at],
                 self.state[at],
@@ -199,7 +200,7 @@ class _Job:
 
         def score(low: int) -> None:
             some = slice(low, min(low + share, count))
-            own = tuple(Part(part.array[some], part.start, part.brain) for part in parts)
+            own = tuple(Part(part.array[some], part.start, part.is_bf16) for part in parts)
             self._score((own[0], own[1]), columns, slice(at.start + some.start, at.start + some.stop))
 
         self.run(score, range(0, count, share))
@@ -229,7 +230,7 @@ def _as_tensor(part: Part) -> torch.Tensor:
     tensor = torch.from_numpy(part.array)
     if part.array.dtype == np.float32:
         return tensor
-    return tensor.view(torch.bfloat16 if part.brain else torch.float16)
+    return tensor.view(torch.bfloat16 if part.is_bf16 else torch.float16)
 
 
 def _positions(stacked: int, sides: int) -> int:

@@ -31,11 +31,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(pairs())
 @settings(max_examples=80, deadline=None)
 def test_logits_against_float64(pair: tuple[torch.Tensor, torch.Tensor, np.ndarray]) -> None:
-    """The chunked update, in torch operations, is the same algebra: the same accuracy."""
+    """Rows summed whole in torch operations, one row a piece: the same accuracy."""
     teacher, candidate, targets = pair
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "device", lambda: CPU)
         patch.setattr(gpu, "BLOCK", 512)
+        patch.setattr(gpu, "PIECE_BYTES", 1)
         found = score_logits(teacher, candidate, targets)
     assert_scores(found, oracle_scores(teacher, candidate, targets))
 
@@ -60,6 +61,19 @@ def test_nonfinite_and_itself() -> None:
     scores = score_logits(teacher, candidate, np.zeros(4, int))
     assert_scores(scores, oracle_scores(teacher, candidate, np.zeros(4, int)))
     assert (scores.kl[[0, 3]] == 0.0).all() and (scores.tv[[0, 3]] == 0.0).all()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_logits_far_below_all_others_add_nothing() -> None:
+    """A mask of -1e9 on one side only: finite, without probability, and no NaN from a difference that large."""
+    teacher = torch.randn(3, 900, generator=torch.Generator().manual_seed(1))
+    candidate = teacher + 0.1
+    teacher[0, 5], candidate[1, 5] = -1e9, -1e9
+    scores = score_logits(teacher, candidate, np.ones(3, int))
+    wanted = oracle_scores(teacher, candidate, np.ones(3, int))
+    assert np.isfinite(scores.kl).all()
+    np.testing.assert_allclose(scores.kl, wanted.kl, rtol=5e-6, atol=2e-15)
+    np.testing.assert_allclose(scores.tv, wanted.tv, rtol=2e-6, atol=2e-7)
 
 
 INTERPRETED = """

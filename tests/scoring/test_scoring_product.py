@@ -24,11 +24,11 @@ def weights(columns: int, hidden: int, dtype: torch.dtype) -> tuple[np.ndarray, 
     return raw.numpy(), wide.double().numpy()
 
 
-def product(states: np.ndarray, weight: np.ndarray, brain: bool) -> np.ndarray:
+def product(states: np.ndarray, weight: np.ndarray, is_bf16: bool) -> np.ndarray:
     """Into an array of NaN: every entry has to be written, and none outside."""
     out = aligned(len(states), len(weight))
     out[:] = np.nan
-    Packed(states).multiply(weight, brain, out[:, : len(weight)])
+    Packed(states).multiply(weight, is_bf16, out[:, : len(weight)])
     assert np.isnan(out[:, len(weight) :]).all()
     return out[:, : len(weight)]
 

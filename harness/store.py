@@ -42,6 +42,11 @@ def atomic_path(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def slug(name: str) -> str:
+    """A name as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "candidate"
+
+
 def write_bytes(target: Path, data: bytes) -> None:
     """Write ``data`` whole or not at all."""
     with atomic_path(target) as temporary:

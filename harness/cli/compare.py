@@ -18,11 +18,8 @@ from harness.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from harness.compare import Comparison
     from harness.compare.task_model import TaskComparisons
-    from harness.report.comparison_tables import Table
 
 
 def compare(
@@ -76,7 +73,7 @@ def estimators(
     report = write(out or default_folder(found), found)
     console = Console()
     for table in found.tables:
-        console.print(as_rich(table))
+        console.print(table.rich)
     for text in found.sentences:
         console.print(f"note: {text}", highlight=False, markup=False)
     console.print(f"report: {report}", highlight=False)
@@ -86,9 +83,8 @@ def _compare_tasks(runs: list[Path], teacher: Path | None, out: Path | None, as_
     """Task runs alone: no panel, no KL."""
     from harness.compare.task_model import FILE, save_task_comparisons
     from harness.compare.tasks import compare_task_runs
-    from harness.interop.g4 import slug
     from harness.report.task_tables import markdown
-    from harness.store import write_text
+    from harness.store import slug, write_text
 
     found = compare_task_runs(runs, teacher=teacher)
     names = [slug(name)[:40] for name in found.arms]
@@ -104,7 +100,7 @@ def _compare_tasks(runs: list[Path], teacher: Path | None, out: Path | None, as_
 
 def default_name(comparison: Comparison) -> str:
     """``compare--B--vs--A--1a2b3c4d``."""
-    from harness.interop.g4 import slug
+    from harness.store import slug
 
     names = [slug(arm.name)[:40] for arm in comparison.arms]
     return f"compare--{'--'.join(names[1:3])}--vs--{names[0]}--{comparison.key[:8]}"
@@ -126,13 +122,13 @@ def _show_tasks(tasks: list[TaskComparisons]) -> None:
     """Tables of every suite, then what must be read before the numbers."""
     from rich.console import Console
 
-    from harness.report import task_tables as items_tables
+    from harness.report import task_tables
 
     console = Console()
     for found in tasks:
-        for table in items_tables.tables(found):
-            console.print(as_rich(table))
-        for text in items_tables.sentences(found):
+        for table in task_tables.tables(found):
+            console.print(table.rich)
+        for text in task_tables.sentences(found):
             console.print(f"[bold]{text}[/bold]", highlight=False)
         for text in found.deviations:
             console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)
@@ -143,39 +139,25 @@ def _show_tasks(tasks: list[TaskComparisons]) -> None:
 def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) -> None:
     from rich.console import Console
 
-    from harness.compare.tails import tails_table
     from harness.report import comparison_tables as tables
     from harness.report.comparison_report import status_text
-    from harness.report.words import pair_headline, primary_name
+    from harness.report.words import pair_headline, primary_name, sentence, warnings
 
     console = Console()
     for pair in comparison.pairs:
-        console.print(as_rich(tables.summary(comparison, pair)))
+        console.print(tables.summary(comparison, pair).rich)
         if pair.tails:
-            console.print(as_rich(tails_table(pair, pair.tails)))
-    console.print(as_rich(tables.arms(comparison)))
+            console.print(tables.tails_table(pair, pair.tails).rich)
+    console.print(tables.arms(comparison).rich)
     if comparison.bars:
-        console.print(as_rich(tables.bars(comparison)))
+        console.print(tables.bars(comparison).rich)
     for pair in comparison.pairs:
         console.print(f"[bold]{pair_headline(comparison, pair)}[/bold]", highlight=False)
-        console.print(f"  for a card: {primary_name(comparison, pair)} {pair.sentence}", highlight=False)
+        console.print(f"  for a card: {primary_name(comparison, pair)} {sentence(pair.primary)}", highlight=False)
     console.print(status_text(comparison), highlight=False)
     for text in comparison.deviations:
         console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)
-    for text in comparison.warnings:
+    for text in warnings(comparison):
         console.print(f"note: {text}", highlight=False)
     _show_tasks(tasks)
     console.print(f"report: {report}", highlight=False)
-
-
-def as_rich(table: Table) -> RichTable:
-    """A table for the terminal."""
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    shown = RichTable(title=table.title, title_justify="left")
-    for number, name in enumerate(table.header):
-        shown.add_column(Text(name), justify="right" if number else "left")
-    for row in table.rows:
-        shown.add_row(*(Text(text) for text in row))
-    return shown

@@ -47,6 +47,7 @@ def arm_result(aligned: Aligned, at: int, settings: Settings, floor: Reference |
         at_floor=_at_floor(metrics["kl_mean"], floor),
         published=_published(measurement) if not has_positions else {},
         notes=list(measurement.notes),
+        captured_mass=measurement.summary.get("captured_teacher_mass_mean"),
     )
 
 

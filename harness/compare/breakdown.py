@@ -9,7 +9,7 @@ import numpy as np
 from harness.compare.metrics import BY_NAME
 from harness.compare.model import Figure, Position, RowDifference, Settings, Slice, TopFlips
 from harness.compare.pairing import Aligned
-from harness.report.tables import CONFIDENCE_EDGES
+from harness.measure.summary import CONFIDENCE_EDGES
 from harness.stats import Estimate, block_bootstrap, holm, p_of_difference, t_interval
 
 WORST = 20

@@ -8,7 +8,7 @@ from typing import Literal
 
 from harness.compare import breakdown
 from harness.compare.arms import arm_result
-from harness.compare.identity import identity_notes, require_comparable
+from harness.compare.identity import require_comparable, unlike
 from harness.compare.load import Arm, load_arm, load_arms
 from harness.compare.metrics import BY_NAME
 from harness.compare.model import (
@@ -24,11 +24,10 @@ from harness.compare.model import (
 )
 from harness.compare.pair import Noise, Plan, differences, paired_totals, ppl_ratio
 from harness.compare.pairing import Aligned, align
-from harness.compare.registered import Found, all_deviations, bar_outcomes, find_registration
-from harness.compare.tails import held_back, require_range, tails_of, tails_warning
+from harness.compare.registered import FoundRegistration, all_deviations, bar_outcomes, find_registration
+from harness.compare.tails import held_back, require_range, tails_of
 from harness.digest import json_digest
 from harness.registration import Registration, excluded_rows
-from harness.report import words
 from harness.stats import RESAMPLES, SEED, Estimate, holm, max_t_bands
 
 
@@ -153,7 +152,7 @@ def correct(pairs: Sequence[Sequence[Difference]], confidence: float) -> list[li
 def _corrected(difference: Difference, p_holm: float, confidence: float) -> Difference:
     update: dict[str, object] = {"p_holm": p_holm}
     if difference.verdict in ("better", "worse") and p_holm >= 1 - confidence:
-        update |= {"verdict": "undecided", "reason": f"does not survive Holm's correction (p = {p_holm:.3g})"}
+        update |= {"verdict": "undecided", "held": "Holm", "reason": ""}
     return difference.model_copy(update=update)
 
 
@@ -161,7 +160,6 @@ def _pair(aligned: Aligned, at: int, settings: Settings, found: list[Difference]
     return Pair(
         baseline=aligned.arms[0].name,
         other=aligned.arms[at].name,
-        sentence=words.sentence(found[0]),
         differences=found,
         ppl_ratio=ppl_ratio(aligned, at, settings),
         rows=breakdown.row_differences(aligned, at, settings),
@@ -178,7 +176,7 @@ def _comparison(
     aligned: Aligned,
     settings: Settings,
     plan: Plan,
-    found: Found,
+    found: FoundRegistration,
     references: list[Reference],
     results: list[ArmResult],
     pairs: list[Pair],
@@ -191,6 +189,7 @@ def _comparison(
         key=_key(arms, settings, found, references, tail_range),
         status="registered" if found.registration else "exploratory",
         registration=found.record,
+        unread_registrations=list(found.unread),
         estimator=first.estimator,
         lane=first.lane,
         direction=first.direction,
@@ -205,6 +204,7 @@ def _comparison(
             excluded_nonfinite=aligned.excluded,
             rows_left_out=list(aligned.rows_left_out),
             rows_excluded_by_registration=list(aligned.rows_excluded),
+            teacher_difference=aligned.teacher_difference,
         ),
         arms=results,
         references=references,
@@ -212,12 +212,16 @@ def _comparison(
         worst=breakdown.worst_positions(aligned),
         bars=bar_outcomes(found.registration, arms, results) if found.registration else [],
         deviations=departed,
-        warnings=_warnings(arms, aligned, found, references, results, pairs),
+        unlike=unlike(arms),
     )
 
 
 def _key(
-    arms: Sequence[Arm], settings: Settings, found: Found, references: Sequence[Reference], tail_range: float | None
+    arms: Sequence[Arm],
+    settings: Settings,
+    found: FoundRegistration,
+    references: Sequence[Reference],
+    tail_range: float | None,
 ) -> str:
     question = {
         "measurements": [[arm.measurement.key, arm.measurement.positions_sha256] for arm in arms],
@@ -226,35 +230,3 @@ def _key(
         "settings": settings.model_dump(),
     }
     return json_digest(question if tail_range is None else question | {"tail_range": tail_range})
-
-
-def _warnings(
-    arms: Sequence[Arm],
-    aligned: Aligned,
-    found: Found,
-    references: Sequence[Reference],
-    results: Sequence[ArmResult],
-    pairs: Sequence[Pair],
-) -> list[str]:
-    masses = [m for arm in arms if (m := arm.measurement.summary.get("captured_teacher_mass_mean")) is not None]
-    floor = next((r for r in references if r.kind == "floor"), None)
-    warnings = [*found.warnings, *identity_notes(arms)]
-    if aligned.rows_left_out:
-        warnings.append(f"rows {_list(aligned.rows_left_out)} are not in every measurement and are left out")
-    if aligned.teacher_difference:
-        warnings.append(f"the teacher's own NLL differs by up to {aligned.teacher_difference:.2g} nats between runs")
-    for result in results:
-        warnings += words.arm_warnings(result)
-    for pair in pairs:
-        warnings += words.pair_warnings(pair)
-    warnings += words.several_warning(len(pairs))
-    warnings += words.lower_bound_warning(arms[0].measurement.estimator, masses)
-    for pair in pairs:
-        warnings += tails_warning(pair)
-    warnings += words.floor_warning(floor)
-    return list(dict.fromkeys([*warnings, *(note for result in results for note in result.notes)]))
-
-
-def _list(rows: Sequence[int]) -> str:
-    shown = ", ".join(str(row) for row in rows[:8])
-    return shown if len(rows) <= 8 else f"{shown} and {len(rows) - 8} more"

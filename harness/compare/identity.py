@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.compare.load import Arm
+from harness.compare.model import Unlike
 from harness.errors import IncomparableError
 from harness.measure.receipt import Measurement
 
@@ -75,35 +76,25 @@ def _shown(value: object) -> str:
     return text[:16] if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else repr(value)
 
 
-def identity_notes(arms: Sequence[Arm]) -> list[str]:
-    """What differs between comparable arms and may have moved a number."""
-    notes = []
-    base = arms[0]
-    for arm in arms[1:]:
-        a, b = base.measurement, arm.measurement
-        differing = [f for f in ENGINE_FIELDS if getattr(a.candidate, f) != getattr(b.candidate, f)]
-        settings = sorted(
-            key
-            for key in set(a.candidate.settings) | set(b.candidate.settings)
-            if a.candidate.settings.get(key) != b.candidate.settings.get(key)
-        )
-        for field in differing:
-            left, right = getattr(a.candidate, field), getattr(b.candidate, field)
-            notes.append(
-                f"{base.name} and {arm.name} ran with another {field} ({left} and {right}): part of the difference"
-            )
-        for key in settings:
-            left, right = a.candidate.settings.get(key), b.candidate.settings.get(key)
-            notes.append(
-                f"{base.name} and {arm.name} ran with another {key} ({left} and {right}): part of the difference"
-            )
-        if a.environment != b.environment:
-            names = [k for k in a.environment if a.environment[k] != b.environment.get(k)]
-            notes.append(f"{base.name} and {arm.name} were measured under other versions ({', '.join(sorted(names))})")
-        if a.teacher.revision != b.teacher.revision:
-            notes.append(
-                f"the teacher's revision is named {a.teacher.revision} and {b.teacher.revision}; its contents are equal"
-            )
-        if a.key == b.key:
-            notes.append(f"{base.name} and {arm.name} are the same measurement")
-    return notes
+def unlike(arms: Sequence[Arm]) -> list[Unlike]:
+    """What differs between the baseline and each other arm; arms that differ in nothing are left out."""
+    found = [_unlike(arms[0].measurement, arm) for arm in arms[1:]]
+    same = Unlike(other="", engine={}, settings={}, versions=[], teacher_revision=None, same_measurement=False)
+    return [one for one in found if one != same.model_copy(update={"other": one.other})]
+
+
+def _unlike(a: Measurement, arm: Arm) -> Unlike:
+    b = arm.measurement
+    packages = sorted(set(a.environment) | set(b.environment))
+    names = sorted(set(a.candidate.settings) | set(b.candidate.settings))
+    engine = {name: (getattr(a.candidate, name), getattr(b.candidate, name)) for name in ENGINE_FIELDS}
+    settings = {name: (a.candidate.settings.get(name), b.candidate.settings.get(name)) for name in names}
+    revisions = (a.teacher.revision, b.teacher.revision)
+    return Unlike(
+        other=arm.name,
+        engine={name: both for name, both in engine.items() if both[0] != both[1]},
+        settings={name: both for name, both in settings.items() if both[0] != both[1]},
+        versions=[name for name in packages if a.environment.get(name) != b.environment.get(name)],
+        teacher_revision=revisions if revisions[0] != revisions[1] else None,
+        same_measurement=a.key == b.key,
+    )

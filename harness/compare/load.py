@@ -124,3 +124,22 @@ def _started(folder: Path) -> str | None:
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
         return None
     return started if isinstance(started, str) else None
+
+
+def find_runs(folder: Path, runs: Sequence[Path]) -> dict[str, Path]:
+    """Run folders by measurement key: those named, those in ``folder``, and those beside it."""
+    home = folder if folder.is_dir() else folder.parent
+    nearby = [
+        file.parent for place in (home, home.resolve().parent) for file in sorted(place.glob("*/measurement.json"))
+    ]
+    found: dict[str, Path] = {}
+    for run in [*runs, *nearby]:
+        try:
+            measurement = load_measurement(run)
+        except Refused:
+            if run in runs:
+                raise
+            continue
+        if measurement.row_level_only or (run / "positions.parquet").is_file():
+            found.setdefault(measurement.key, run)
+    return found

@@ -1,6 +1,8 @@
 """comparison.json: two or more measurements on one panel, paired. No path, host or time of its own in it.
 
-The first arm is the baseline; every difference is *other minus baseline*.
+The first arm is the baseline; every difference is *other minus baseline*. Sentences, warnings and the reasons of
+verdicts that were held back follow from the other fields: `harness.report.words` writes them into the file for its
+readers, and makes them again wherever it shows a comparison.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from harness.stats import Estimate, Verdict
 from harness.store import write_receipt
 
 FILE = "comparison.json"
+
+#: Why no verdict was given where the statistics alone would give one, or have none to give.
+Held = Literal["no direction", "not finite", "at the floor", "below the floor", "tails", "Holm"]
 
 
 class Figure(Strict):
@@ -98,6 +103,8 @@ class ArmResult(Strict):
     at_floor: bool | None
     published: dict[str, float]
     notes: list[str]
+    #: Of a lower bound: mean share of the teacher's distribution that its known tokens hold.
+    captured_mass: float | None = None
 
 
 class Reference(Strict):
@@ -143,7 +150,10 @@ class Resolution(Strict):
 
 
 class Difference(Strict):
-    """One metric, other minus baseline, on the same positions of both."""
+    """One metric, other minus baseline, on the same positions of both.
+
+    ``reason`` is that of `harness.stats.decide`; where the verdict was held back, ``held`` says by what.
+    """
 
     metric: str
     label: str
@@ -162,7 +172,8 @@ class Difference(Strict):
     margin: float | None
     margin_source: str
     verdict: Verdict
-    reason: str
+    held: Held | None = None
+    reason: str = ""
     p: float | None
     p_holm: float | None
     p_equivalence: float | None
@@ -234,7 +245,7 @@ class Pair(Strict):
 
     baseline: str
     other: str
-    sentence: str
+    sentence: str = ""
     differences: list[Difference]
     ppl_ratio: Figure
     rows: list[RowDifference]
@@ -296,6 +307,22 @@ class PairedOn(Strict):
     excluded_nonfinite: int
     rows_left_out: list[int]
     rows_excluded_by_registration: list[int]
+    #: Largest difference between the runs' own NLLs of the teacher, nats.
+    teacher_difference: float = 0.0
+
+
+class Unlike(Strict):
+    """What an arm does not share with the baseline beside the quant itself, and may have moved a number.
+
+    ``engine`` and ``settings`` hold both values by name, the baseline's first; ``versions`` are names of packages.
+    """
+
+    other: str
+    engine: dict[str, tuple[Any, Any]]
+    settings: dict[str, tuple[Any, Any]]
+    versions: list[str]
+    teacher_revision: tuple[str | None, str | None] | None
+    same_measurement: bool
 
 
 class Registered(Strict):
@@ -303,6 +330,7 @@ class Registered(Strict):
     commit: str | None
     committed: str | None
     lead_time: str | None
+    changed_since_commit: bool = False
 
 
 class BarOutcome(Strict):
@@ -319,6 +347,8 @@ class Comparison(Strict):
     key: str
     status: Literal["registered", "exploratory"]
     registration: Registered | None
+    #: Digests of registrations that the panel names and nothing here holds.
+    unread_registrations: list[str] = Field(default_factory=list)
     estimator: Literal["exact", "lower_bound"]
     lane: Literal["weights", "served"]
     direction: str
@@ -333,12 +363,17 @@ class Comparison(Strict):
     worst: list[Position]
     bars: list[BarOutcome]
     deviations: list[str]
+    unlike: list[Unlike] = Field(default_factory=list)
     warnings: list[str] = Field(default_factory=list)
 
     @property
     def kl(self) -> str:
         """``KL``, or ``KL lower bound``: an estimate is never shown without its kind."""
         return "KL" if self.estimator == "exact" else "KL lower bound"
+
+    def reference(self, kind: Literal["floor", "anchor"]) -> Reference | None:
+        """The first floor or anchor."""
+        return next((r for r in self.references if r.kind == kind), None)
 
 
 def save_comparison(folder: Path, comparison: Comparison) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from harness.compare.arms import share_of
 from harness.compare.metrics import BY_NAME, DEFAULT_MARGINS, EXPLORATORY, METRICS, Metric, absolute_margin, margin_text
-from harness.compare.model import Difference, Figure, Resolution, Settings, Signs
+from harness.compare.model import Difference, Figure, Held, Resolution, Settings, Signs
 from harness.compare.pairing import Aligned
 from harness.registration import Endpoint, Registration
 from harness.stats import (
@@ -118,7 +118,7 @@ def _difference(
     single = difference_interval(paired, settings)
     endpoint = plan.endpoints.get(metric.name)
     margin = absolute_margin(endpoint, a.mean) if endpoint else None
-    decision = judge(aligned, at, metric, band or single, margin, noise)
+    decision, held = judge(aligned, at, metric, band or single, margin, noise)
     fit = metric.ratio and a.mean > 0
     given = {"confidence": settings.confidence, "unit": settings.unit}
     return Difference(
@@ -139,6 +139,7 @@ def _difference(
         margin=margin,
         margin_source=_margin_source(plan, metric.name, endpoint),
         verdict=decision.verdict,
+        held=held,
         reason=decision.reason,
         p=decision.p_difference,
         p_holm=None,
@@ -181,34 +182,31 @@ def judge(
     difference: Estimate,
     margin: float | None,
     noise: Noise | None,
-) -> Decision:
-    """The verdict, held back where broken positions or the floor could have made it."""
+) -> tuple[Decision, Held | None]:
+    """The verdict, held back where broken positions or the floor could have made it, and by which of them."""
     if metric.lower_is_better is None or margin is None:
-        return _held("no verdict", "its direction is no matter of fidelity", margin or 0.0)
+        return _without_verdict("no verdict", margin or 0.0), "no direction"
     decision = decide(difference, margin, lower_is_better=metric.lower_is_better)
     broken = aligned.nonfinite[at] - aligned.nonfinite[0]
     flattered = decision.verdict == "equivalent" or decision.verdict == ("better" if broken > 0 else "worse")
     if broken and flattered:
-        which = "the candidate" if broken > 0 else "the baseline"
-        reason = f"{which} has {abs(broken)} more positions that are not finite; they are in no mean"
-        return _held("undecided", reason, margin, decision)
+        return _without_verdict("undecided", margin, decision), "not finite"
     if noise is None or metric.name != "kl_mean" or decision.verdict not in ("better", "worse"):
-        return decision
+        return decision, None
     if noise.both_at_floor:
-        return _held("undecided", "both are at the floor: nothing above the engine's own noise", margin, decision)
+        return _without_verdict("undecided", margin, decision), "at the floor"
     if abs(difference.estimate) < noise.floor:
-        reason = f"the difference is smaller than the floor of {noise.floor:.4g} nats"
-        return _held("undecided", reason, margin, decision)
-    return decision
+        return _without_verdict("undecided", margin, decision), "below the floor"
+    return decision, None
 
 
-def _held(
-    verdict: Literal["undecided", "no verdict"], reason: str, margin: float, decision: Decision | None = None
+def _without_verdict(
+    verdict: Literal["undecided", "no verdict"], margin: float, decision: Decision | None = None
 ) -> Decision:
     """A decision that is not made, with the tests of the one it replaces."""
     return Decision(
         verdict=verdict,
-        reason=reason,
+        reason="",
         margin=margin,
         p_difference=decision.p_difference if decision else None,
         p_equivalence=decision.p_equivalence if decision else None,

@@ -25,15 +25,15 @@ from harness.registration import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A registration with what git says of it, and what a reader must know when its content is missing."""
+class FoundRegistration:
+    """A registration with what git says of it; ``unread`` are digests of those whose content is missing."""
 
     registration: Registration | None
     record: Registered | None
-    warnings: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
-def find_registration(arms: Sequence[Arm], panel: Path | None) -> Found:
+def find_registration(arms: Sequence[Arm], panel: Path | None) -> FoundRegistration:
     """The registration in the panel's folder where one is named, else the one that a measurement carries.
 
     Raises:
@@ -41,11 +41,8 @@ def find_registration(arms: Sequence[Arm], panel: Path | None) -> Found:
     """
     block = _from_panel(arms, panel) if panel else _carried(arms)
     if block is None:
-        named = sorted({sha for arm in arms if (sha := arm.measurement.panel.registration_sha256)})
-        missing = [
-            f"the panel is registered as {sha[:12]}, what was registered is not here: name --panel" for sha in named
-        ]
-        return Found(registration=None, record=None, warnings=tuple(missing))
+        named = {sha for arm in arms if (sha := arm.measurement.panel.registration_sha256)}
+        return FoundRegistration(registration=None, record=None, unread=tuple(sorted(named)))
     committed = block.get("committed")
     started = min((arm.started for arm in arms if arm.started), default=None)
     record = Registered(
@@ -53,13 +50,9 @@ def find_registration(arms: Sequence[Arm], panel: Path | None) -> Found:
         commit=block.get("commit"),
         committed=committed,
         lead_time=lead_time(committed, started) if committed and started else None,
+        changed_since_commit=bool(block.get("changed_since_commit")),
     )
-    changed = "registration.toml was changed since its commit" if block.get("changed_since_commit") else None
-    return Found(
-        registration=Registration.model_validate(block["content"]),
-        record=record,
-        warnings=(changed,) if changed else (),
-    )
+    return FoundRegistration(registration=Registration.model_validate(block["content"]), record=record)
 
 
 def _from_panel(arms: Sequence[Arm], panel: Path) -> dict[str, Any] | None:

@@ -14,11 +14,9 @@ import numpy as np
 
 from harness.compare.load import Arm
 from harness.compare.metrics import BY_NAME
-from harness.compare.model import Difference, Pair, Tails
+from harness.compare.model import Difference, Tails
 from harness.compare.pairing import Aligned
 from harness.errors import UsageError
-from harness.numbers import MISSING, number, percent, signed
-from harness.report.comparison_tables import Table
 
 
 def require_range(arms: Sequence[Arm], log_range: float | None) -> None:
@@ -68,44 +66,11 @@ def held_back(found: Sequence[Difference], tails: Tails | None) -> list[Differen
     """The differences, with the verdict on KL undecided where the tails could undo it under the assumed range."""
     if tails is None or tails.could_move is None:
         return list(found)
-    return [_held(d, tails, tails.could_move) if d.metric == "kl_mean" else d for d in found]
+    return [_held(d, tails.could_move) if d.metric == "kl_mean" else d for d in found]
 
 
-def _held(d: Difference, tails: Tails, could_move: float) -> Difference:
+def _held(d: Difference, could_move: float) -> Difference:
     size = abs(d.difference.estimate)
     undone = d.verdict in ("better", "worse") and could_move > size
     undone |= d.verdict == "equivalent" and d.margin is not None and size + could_move > d.margin
-    if not undone:
-        return d
-    reason = (
-        f"the part outside the known tokens can hold {number(could_move)} nats where ln(p/q) varies by "
-        f"{number(tails.log_range)}: it could undo this"
-    )
-    return d.model_copy(update={"verdict": "undecided", "reason": reason})
-
-
-def tails_warning(pair: Pair) -> list[str]:
-    """By how much the tails would have to differ to change the sign."""
-    tails = pair.tails
-    if tails is None or tails.overturning is None or tails.difference == 0:
-        return []
-    lower = pair.baseline if tails.difference > 0 else pair.other
-    uncovered = tails.uncovered_baseline if tails.difference > 0 else tails.uncovered_other
-    return [
-        f"{pair.other} - {pair.baseline}: {percent(uncovered)} of the teacher's mass is outside the known tokens of "
-        f"{lower}; if its KL there is {number(tails.overturning)} nats above the other's, the order of the two turns"
-    ]
-
-
-def tails_table(pair: Pair, tails: Tails) -> Table:
-    """The figures behind the warning, both arms side by side."""
-    rows = [
-        ("teacher mass outside the known tokens", percent(tails.uncovered_baseline), percent(tails.uncovered_other)),
-        ("shortfall of the bound, a guess, nats", number(tails.shortfall_baseline), number(tails.shortfall_other)),
-        ("difference of the bounds, nats", "", signed(tails.difference)),
-        ("difference of the tails' divergences that undoes it, nats", "", number(tails.overturning)),
-    ]
-    if tails.log_range is not None:
-        assumed = f"most that the tails can move it, if ln(p/q) varies by {number(tails.log_range)} there, nats"
-        rows.append((assumed, "", number(tails.could_move) if tails.could_move is not None else MISSING))
-    return Table("What the bounds leave out", ("", pair.baseline, pair.other), rows)
+    return d.model_copy(update={"verdict": "undecided", "held": "tails", "reason": ""}) if undone else d

@@ -20,7 +20,7 @@ from harness.digest import json_digest
 from harness.errors import IncomparableError, UsageError
 from harness.measure.receipt import Interval, Measurement, PanelIdentity, RowSummary, SideIdentity, save_measurement
 from harness.stats import Totals, mean_kl_interval, t_interval
-from harness.store import folder_lock
+from harness.store import folder_lock, slug
 from harness.types import Check
 
 SCHEMA = "glm53-g4-panel-served-v1"
@@ -146,11 +146,6 @@ def short_name(point: str) -> str:
     """The receipt's own short name: ``reference point NAME``, or what stands before the first colon or comma."""
     named = re.search(r"reference point ([\w.-]+)", point)
     return named.group(1) if named else re.split(r"[:,]", point)[0].strip()
-
-
-def slug(name: str) -> str:
-    """A folder name."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "candidate"
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from harness.types import Panel, Scores
 
 #: Tail rates are fixed in advance (STATS section 0): share of positions with a KL above so many nats.
 TAILS = (0.1, 1.0)
+#: Edges of the teacher's top-1 probability; the last bucket is closed on the right.
+CONFIDENCE_EDGES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99, "kl_p999": 0.999}
 #: A quantile needs this many positions beyond it, or it is withheld.
 BEYOND = 50

@@ -23,7 +23,7 @@ from harness.report.caveats import cannot_tell, how_measured
 from harness.report.frontmatter import HUB_ID, PanelResult, our_keys, panel_results, task_results
 from harness.report.plots import Picture
 from harness.report.render import render
-from harness.report.words import pair_headline
+from harness.report.words import pair_headline, warnings
 
 #: Folder beside README.md that holds receipts and pictures.
 FOLDER = "fidelity"
@@ -134,7 +134,7 @@ def _section(part: Part, subject: str, options: Options) -> dict[str, Any]:
     return {
         "title": f"{basis.panel.name}, {lane}",
         "quality": table,
-        "warnings": c.warnings if c else (m.notes if m else []),
+        "warnings": warnings(c) if c else (m.notes if m else []),
         "bound": basis.estimator == "lower_bound",
         "how": how_measured(basis),
         "cannot": cannot_tell(basis),

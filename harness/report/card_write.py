@@ -9,7 +9,6 @@ from typing import Literal
 
 from harness.compare import save_comparison
 from harness.errors import UsageError
-from harness.interop.g4 import slug
 from harness.measure.receipt import load_measurement
 from harness.records import Strict, load_json
 from harness.report.card import FOLDER, Card, Options, build_card, find_subject
@@ -17,7 +16,8 @@ from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_pictures import draw_all, shown
 from harness.report.card_sources import Part, collect
 from harness.report.card_tasks import load_tasks
-from harness.store import atomic_path, folder_lock, refuse_paths, write_json, write_text
+from harness.report.words import worded
+from harness.store import atomic_path, folder_lock, refuse_paths, slug, write_json, write_text
 from harness.tasks.receipt import ITEMS, TASKS_FILE, load_receipt
 
 README = "README.md"
@@ -117,7 +117,7 @@ def copy_receipts(parts: Sequence[Part], tasks: Sequence[Path], folder: Path, op
         copies = [_copy_run(run, home, positions) for run in part.runs]
         if part.comparison is not None:
             name = "comparison" if number == 1 else f"comparison-{number}"
-            save_comparison(home / name, part.comparison)
+            save_comparison(home / name, worded(part.comparison))
             copies = [name]
         made_of += copies
     floor = next((part.floor for part in parts if part.floor), None)

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness.compare.model import Comparison, Pair, save_comparison
-from harness.compare.tails import tails_table
 from harness.compare.task_model import TaskComparisons, save_task_comparisons
 from harness.numbers import count
 from harness.report import comparison_tables as parts
 from harness.report import comparison_tables as tables
 from harness.report import task_tables as items_tables
-from harness.report.comparison_tables import Table
-from harness.report.render import cell
-from harness.report.words import pair_headline
+from harness.report.table import Table, cell
+from harness.report.words import pair_headline, warnings, worded
 from harness.store import folder_lock, write_text
 
 FILE = "report.md"
@@ -26,7 +24,7 @@ def write(folder: Path, comparison: Comparison, tasks: Sequence[TaskComparisons]
         write_text(folder / FILE, "\n".join(filter(None, [markdown(comparison), items_tables.markdown(tasks)])))
         if tasks:
             save_task_comparisons(folder, list(tasks))
-        save_comparison(folder, comparison)
+        save_comparison(folder, worded(comparison))
     return folder / FILE
 
 
@@ -35,14 +33,14 @@ def markdown(comparison: Comparison) -> str:
     blocks = [f"# {' against '.join(_names(comparison))}"]
     blocks += [f"**{cell(pair_headline(comparison, pair))}**" for pair in comparison.pairs]
     blocks += [status_text(comparison), *_bullets("Deviations from the registration", comparison.deviations)]
-    blocks += _bullets("Before reading the numbers", comparison.warnings)
-    blocks += [as_markdown(tables.summary(comparison, pair)) for pair in comparison.pairs]
+    blocks += _bullets("Before reading the numbers", warnings(comparison))
+    blocks += [tables.summary(comparison, pair).section for pair in comparison.pairs]
     blocks += ["\\* the primary metric. Differences are *candidate - baseline*, paired on the same positions."]
-    blocks += [as_markdown(tables.bars(comparison))] if comparison.bars else []
-    blocks += [as_markdown(tables.arms(comparison))]
+    blocks += [tables.bars(comparison).section] if comparison.bars else []
+    blocks += [tables.arms(comparison).section]
     for pair in comparison.pairs:
-        blocks += [as_markdown(table) for table in _details(comparison, pair)]
-    blocks += [as_markdown(table) for table in _positions(comparison)]
+        blocks += [table.section for table in _details(comparison, pair)]
+    blocks += [table.section for table in _positions(comparison)]
     blocks += [*_bullets("How it was made", how(comparison))]
     return "\n\n".join(blocks) + "\n"
 
@@ -55,7 +53,7 @@ def _names(comparison: Comparison) -> list[str]:
 def _details(comparison: Comparison, pair: Pair) -> Iterator[Table]:
     named = f"{pair.other} - {pair.baseline}: "
     found = [tables.verdicts(comparison, pair), tables.resolution(comparison, pair)]
-    found += [tails_table(pair, pair.tails)] if pair.tails else []
+    found += [tables.tails_table(pair, pair.tails)] if pair.tails else []
     found += [parts.slices(f"{comparison.kl} by domain", pair, pair.domains)] if len(pair.domains) > 1 else []
     found += [parts.slices(f"{comparison.kl} by position in the row", pair, pair.deciles)] if pair.deciles else []
     found += (
@@ -65,20 +63,12 @@ def _details(comparison: Comparison, pair: Pair) -> Iterator[Table]:
     )
     found += [parts.rows_table(comparison, pair)]
     for table in found:
-        yield Table(named + table.title, table.header, table.rows)
+        yield table.under(named + table.title)
 
 
 def _positions(comparison: Comparison) -> list[Table]:
     found = [parts.flips(comparison), parts.agreement_flips(comparison.pairs), parts.worst(comparison)]
     return [table for table in found if table.rows]
-
-
-def as_markdown(table: Table) -> str:
-    """A GitHub table under its title."""
-    head = "| " + " | ".join(cell(h) for h in table.header) + " |"
-    rule = "|" + "|".join(["---", *["---:"] * (len(table.header) - 1)]) + "|"
-    lines = ["| " + " | ".join(cell(c) for c in row) + " |" for row in table.rows]
-    return "\n".join([f"### {cell(table.title)}", "", head, rule, *lines])
 
 
 def _bullets(title: str, lines: list[str]) -> list[str]:

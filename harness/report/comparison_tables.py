@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, RowDifference, Slice
+from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, RowDifference, Slice, Tails
 from harness.numbers import MISSING, bracket, count, number, percent, signed, size, supported_decimals
+from harness.report.table import Table
+from harness.report.words import reason
 
 #: Decimals of single values, as published cards show them.
 DECIMALS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A title, a header and text cells; the first column is left-aligned, the others right."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +200,7 @@ def verdicts(comparison: Comparison, pair: Pair) -> Table:
             number(d.p, None) if d.p is not None else MISSING,
             number(d.p_holm, None) if d.p_holm is not None else "",
             number(d.p_equivalence, None) if d.p_equivalence is not None else MISSING,
-            f"{d.verdict}: {d.reason}",
+            f"{d.verdict}: {reason(comparison, pair, d)}",
         )
         for d in pair.differences
     ]
@@ -239,6 +232,20 @@ def bars(comparison: Comparison) -> Table:
         for bar in comparison.bars
     ]
     return Table("Registered bars", ("candidate", "bar", "condition", "value", "threshold", ""), rows)
+
+
+def tails_table(pair: Pair, tails: Tails) -> Table:
+    """The figures behind the warning, both arms side by side."""
+    rows = [
+        ("teacher mass outside the known tokens", percent(tails.uncovered_baseline), percent(tails.uncovered_other)),
+        ("shortfall of the bound, a guess, nats", number(tails.shortfall_baseline), number(tails.shortfall_other)),
+        ("difference of the bounds, nats", "", signed(tails.difference)),
+        ("difference of the tails' divergences that undoes it, nats", "", number(tails.overturning)),
+    ]
+    if tails.log_range is not None:
+        assumed = f"most that the tails can move it, if ln(p/q) varies by {number(tails.log_range)} there, nats"
+        rows.append((assumed, "", number(tails.could_move) if tails.could_move is not None else MISSING))
+    return Table("What the bounds leave out", ("", pair.baseline, pair.other), rows)
 
 
 # Tables of where a difference lies: rows, domains, positions, confidence, flips, and the worst positions.

@@ -22,17 +22,14 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from harness.compare.load import Arm, load_arms
 from harness.digest import json_digest
 from harness.errors import IncomparableError, UsageError
-from harness.interop.g4 import slug
 from harness.measure.receipt import Interval, Measurement
 from harness.numbers import MISSING, count, number, percent, with_interval
 from harness.report import style
 from harness.report.bound import floor_text
-from harness.report.comparison_report import as_markdown
-from harness.report.comparison_tables import Table
-from harness.report.render import cell
 from harness.report.style import LIGHT, Theme, marker
+from harness.report.table import Table, cell
 from harness.scoring.bounds import upper_bound_of_range
-from harness.store import write_text
+from harness.store import slug, write_text
 
 Kind = Literal["exact", "lower bound", "estimate"]
 #: A bound above the exact KL by more nats than this at a position is counted.
@@ -438,7 +435,7 @@ def write(folder: Path, found: Estimators) -> Path:
         f"Panel {cell(m.panel.name)}, SHA-256 `{m.panel.sha256}`, {m.rows_measured} of {m.rows_planned} rows. "
         f"`{m.direction}`."
     ]
-    blocks += [as_markdown(one) for one in found.tables]
+    blocks += [one.section for one in found.tables]
     if found.points:
         with style.drawing(style.LIGHT):
             style.save_all(k_figure(found.points), [folder / f"{PICTURE}.png", folder / f"{PICTURE}.svg"])

@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.compare import Comparison, load_comparison
+from harness.compare.load import find_runs
 from harness.compare.model import FILE as COMPARISON_FILE
 from harness.compare.model import Pair, Position, Slice
 from harness.errors import IncomparableError
@@ -31,33 +32,17 @@ from harness.report.plots import Picture
 from harness.report.render import render
 from harness.report.run_report import count_lines, headline, identity_lines, slope_sentence, started
 from harness.report.style import DARK, LIGHT, Theme
+from harness.report.table import Table
 from harness.report.tables import Bucket
 from harness.report.texts import check_is_the_panels, with_texts
-from harness.report.words import pair_headline
+from harness.report.words import pair_headline, warnings
 from harness.store import write_text
-from harness.verify.derived import find_runs
-
-#: A cell longer than this is read, not compared with its neighbours.
-LONG = 26
 
 
 class Decoder(Protocol):
     """What is needed of a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-    @property
-    def text_columns(self) -> set[int]:
-        """Columns that hold sentences or names; they are set from the left."""
-        return {at for at in range(len(self.header)) if any(len(row[at]) > LONG for row in self.rows)} | {0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,21 +280,17 @@ def comparison_page(c: Comparison, runs: Sequence[Path] = ()) -> Page:
         title=f"{', '.join(names[1:])} against {names[0]}",
         lead=" ".join(pair_headline(c, pair) for pair in c.pairs),
         labels=labels_of(basis, "" if basis.status == "complete" else f"partial {basis.rows_measured} rows"),
-        tables=[_table(t) for t in summaries],
+        tables=summaries,
         pictures=[shown(d.picture, d.draw) for d in drawings(part, names[-1]) if d.draw],
-        details=[_table(t) for t in details],
+        details=details,
         worst=[_of_position(p) for p in c.worst],
         how=how_measured(basis),
-        cannot=[*cannot_tell(basis), *c.warnings],
+        cannot=[*cannot_tell(basis), *warnings(c)],
     )
 
 
 def _slices(pair: Pair) -> list[tuple[str, list[Slice]]]:
     return [("KL by domain", pair.domains), ("KL by position", pair.deciles), ("KL by confidence", pair.confidence)]
-
-
-def _table(t: compared.Table) -> Table:
-    return Table(title=t.title, header=t.header, rows=t.rows)
 
 
 def _of_position(p: Position) -> Expanded:

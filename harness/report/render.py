@@ -7,18 +7,7 @@ from typing import Any
 import jinja2
 
 from harness import numbers
-
-
-def cell(text: object) -> str:
-    """Text that cannot break a Markdown table or start HTML."""
-    flat = " ".join(str(text).split())
-    return flat.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-
-
-def code(text: object) -> str:
-    """Text as inline code inside a Markdown table."""
-    flat = " ".join(str(text).split()).replace("`", "'")
-    return "`" + flat.replace("|", "\\|") + "`"
+from harness.report.table import cell, code
 
 
 def environment(*, html: bool = False) -> jinja2.Environment:

@@ -15,11 +15,10 @@ import pyarrow.parquet as pq
 
 from harness.errors import Refused
 from harness.measure.receipt import Measurement
+from harness.measure.summary import CONFIDENCE_EDGES
 from harness.stats import Estimate, group_totals, rate_interval, t_interval, without_interval, woodruff
 from harness.types import SCORE_DTYPES
 
-#: Edges of the teacher's top-1 probability; the last bucket is closed on the right.
-CONFIDENCE_EDGES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 #: Tail thresholds in nats, fixed in advance (never chosen after looking).
 TAIL_NATS = (0.1, 1.0)
 #: A rise of the mean KL from the first to the last tenth of a row that is called out.

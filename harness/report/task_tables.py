@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from harness.compare.model import Figure
 from harness.compare.task_model import ItemPair, TaskComparison, TaskComparisons, TeacherAgreement
 from harness.numbers import MISSING, count, number, percent, signed, supported_decimals
-from harness.report.comparison_tables import Table, interval_text
+from harness.report.comparison_tables import interval_text
+from harness.report.table import Table
 
 
 def tables(found: TaskComparisons) -> list[Table]:
@@ -127,11 +128,9 @@ def sentences(found: TaskComparisons) -> list[str]:
 
 def markdown(found: Sequence[TaskComparisons]) -> str:
     """The report's section about tasks; empty where there is none."""
-    from harness.report.comparison_report import as_markdown
-
     blocks = []
     for comparison in found:
-        blocks += [as_markdown(table) for table in tables(comparison)]
+        blocks += [table.section for table in tables(comparison)]
         lines = [*(f"deviation: {text}" for text in comparison.deviations), *comparison.warnings, HOW]
         blocks.append("\n".join(f"- {line}" for line in lines))
     return "\n\n".join(blocks) + "\n" if blocks else ""

@@ -1,14 +1,25 @@
-"""Sentences: the one for a card, and warnings in plain words."""
+"""What a comparison says in words: the sentence for a card, the reasons of verdicts, and warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, Reference
+from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, Unlike
 from harness.numbers import count, number, percent, supported_decimals
 
 #: How a unit is shown: factor and name. Shares are compared in percentage points.
 UNITS = {"nats": (1.0, " nats"), "share": (100.0, " pp")}
+
+
+def worded(comparison: Comparison) -> Comparison:
+    """The comparison with its sentences, reasons and warnings written in, as comparison.json has them."""
+    pairs = [_worded_pair(comparison, pair) for pair in comparison.pairs]
+    return comparison.model_copy(update={"pairs": pairs, "warnings": warnings(comparison)})
+
+
+def _worded_pair(comparison: Comparison, pair: Pair) -> Pair:
+    told = [d.model_copy(update={"reason": reason(comparison, pair, d)}) for d in pair.differences]
+    return pair.model_copy(update={"sentence": sentence(pair.primary), "differences": told})
 
 
 def sentence(difference: Difference) -> str:
@@ -62,7 +73,104 @@ def pair_headline(comparison: Comparison, pair: Pair) -> str:
         "undecided": f"{pair.other} against {pair.baseline} is undecided",
         "no verdict": f"{pair.other} against {pair.baseline}: no verdict",
     }[first.verdict]
-    return f"{opening}: {name} {pair.sentence}."
+    return f"{opening}: {name} {sentence(first)}."
+
+
+def reason(comparison: Comparison, pair: Pair, d: Difference) -> str:
+    """Why a verdict is what it is: the statistics' own reason, or what held it back."""
+    match d.held:
+        case None:
+            return d.reason
+        case "no direction":
+            return "its direction is no matter of fidelity"
+        case "not finite":
+            return _broken(comparison, pair)
+        case "at the floor":
+            return "both are at the floor: nothing above the engine's own noise"
+        case "below the floor":
+            return _below_the_floor(comparison)
+        case "tails":
+            return _tails_decide(pair)
+        case "Holm":
+            return f"does not survive Holm's correction (p = {d.p_holm:.3g})"
+
+
+def _broken(comparison: Comparison, pair: Pair) -> str:
+    """Which arm has more positions that are not finite."""
+    counts = {arm.name: arm.nonfinite for arm in comparison.arms}
+    more = counts[pair.other] - counts[pair.baseline]
+    which = "the candidate" if more > 0 else "the baseline"
+    return f"{which} has {abs(more)} more positions that are not finite; they are in no mean"
+
+
+def _below_the_floor(comparison: Comparison) -> str:
+    floor = comparison.reference("floor")
+    assert floor is not None  # a verdict is held back by a floor only where there is one
+    return f"the difference is smaller than the floor of {floor.kl.estimate:.4g} nats"
+
+
+def _tails_decide(pair: Pair) -> str:
+    assert pair.tails is not None  # held back by the tails' figures
+    return (
+        f"the part outside the known tokens can hold {number(pair.tails.could_move)} nats where ln(p/q) varies by "
+        f"{number(pair.tails.log_range)}: it could undo this"
+    )
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """What a reader must know before the numbers, each thing once."""
+    c = comparison
+    found = [*registration_warnings(c), *(text for one in c.unlike for text in unlike_warnings(c, one))]
+    found += common_warnings(c)
+    found += [text for arm in c.arms for text in arm_warnings(arm)]
+    found += [text for pair in c.pairs for text in pair_warnings(pair)]
+    found += [*several_warning(len(c.pairs)), *lower_bound_warning(c)]
+    found += [text for pair in c.pairs for text in tails_warning(pair)]
+    found += floor_warning(c)
+    return list(dict.fromkeys([*found, *(note for arm in c.arms for note in arm.notes)]))
+
+
+def registration_warnings(c: Comparison) -> list[str]:
+    """A registration that is named and not here, or that was changed."""
+    if c.registration is not None and c.registration.changed_since_commit:
+        return ["registration.toml was changed since its commit"]
+    return [
+        f"the panel is registered as {sha[:12]}, what was registered is not here: name --panel"
+        for sha in c.unread_registrations
+    ]
+
+
+def unlike_warnings(c: Comparison, unlike: Unlike) -> list[str]:
+    """What differs between comparable arms and may have moved a number."""
+    both = f"{c.arms[0].name} and {unlike.other}"
+    found = [
+        f"{both} ran with another {name} ({left} and {right}): part of the difference"
+        for name, (left, right) in [*unlike.engine.items(), *unlike.settings.items()]
+    ]
+    if unlike.versions:
+        found.append(f"{both} were measured under other versions ({', '.join(unlike.versions)})")
+    if unlike.teacher_revision is not None:
+        left, right = unlike.teacher_revision
+        found.append(f"the teacher's revision is named {left} and {right}; its contents are equal")
+    return [*found, f"{both} are the same measurement"] if unlike.same_measurement else found
+
+
+def common_warnings(c: Comparison) -> list[str]:
+    """What the arms do not have in common."""
+    found, on = [], c.paired_on
+    if on.rows_left_out:
+        found.append(f"rows {_list(on.rows_left_out)} are not in every measurement and are left out")
+    if on.teacher_difference:
+        found.append(f"the teacher's own NLL differs by up to {on.teacher_difference:.2g} nats between runs")
+    return found
+
+
+def _list(rows: Sequence[int]) -> str:
+    shown = ", ".join(str(row) for row in rows[:8])
+    return shown if len(rows) <= 8 else f"{shown} and {len(rows) - 8} more"
 
 
 def arm_warnings(arm: ArmResult) -> list[str]:
@@ -107,6 +215,19 @@ def pair_warnings(pair: Pair) -> list[str]:
     return found
 
 
+def tails_warning(pair: Pair) -> list[str]:
+    """By how much the tails would have to differ to change the sign."""
+    tails = pair.tails
+    if tails is None or tails.overturning is None or tails.difference == 0:
+        return []
+    lower = pair.baseline if tails.difference > 0 else pair.other
+    uncovered = tails.uncovered_baseline if tails.difference > 0 else tails.uncovered_other
+    return [
+        f"{pair.other} - {pair.baseline}: {percent(uncovered)} of the teacher's mass is outside the known tokens of "
+        f"{lower}; if its KL there is {number(tails.overturning)} nats above the other's, the order of the two turns"
+    ]
+
+
 def several_warning(candidates: int) -> list[str]:
     """Choosing the best of several on one panel flatters it."""
     if candidates < 2:
@@ -117,10 +238,11 @@ def several_warning(candidates: int) -> list[str]:
     ]
 
 
-def lower_bound_warning(estimator: str, masses: Sequence[float]) -> list[str]:
+def lower_bound_warning(c: Comparison) -> list[str]:
     """What a difference of two lower bounds leaves out."""
-    if estimator != "lower_bound":
+    if c.estimator != "lower_bound":
         return []
+    masses = [arm.captured_mass for arm in c.arms if arm.captured_mass is not None]
     known = f" (teacher mass outside: {percent(1 - min(masses))} on average)" if masses else ""
     return [
         "both sides are lower bounds of KL: the part outside the known tokens"
@@ -128,6 +250,10 @@ def lower_bound_warning(estimator: str, masses: Sequence[float]) -> list[str]:
     ]
 
 
-def floor_warning(floor: Reference | None) -> list[str]:
+def floor_warning(c: Comparison) -> list[str]:
     """That the floor is not known, when it is not."""
-    return [] if floor else ["no floor was measured: how much of each KL is the engine's own noise is not known"]
+    return (
+        []
+        if c.reference("floor")
+        else ["no floor was measured: how much of each KL is the engine's own noise is not known"]
+    )

@@ -8,10 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from harness.compare import Comparison, compare, load_comparison
+from harness.compare.load import find_runs
 from harness.errors import IncomparableError, Refused
-from harness.measure.receipt import load_measurement
 from harness.report.card import FOLDER
 from harness.report.card_write import check_card, parts_of, read_record
+from harness.report.words import worded
 from harness.tasks.items import read_items
 from harness.tasks.pooling import Count, pool
 from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt
@@ -42,29 +43,10 @@ def _names(c: Comparison) -> list[str]:
     return [arm.name for arm in c.arms] + [r.name for r in c.references]
 
 
-def find_runs(folder: Path, runs: Sequence[Path]) -> dict[str, Path]:
-    """Run folders by measurement key: those named, those in ``folder``, and those beside it."""
-    home = folder if folder.is_dir() else folder.parent
-    nearby = [
-        file.parent for place in (home, home.resolve().parent) for file in sorted(place.glob("*/measurement.json"))
-    ]
-    found: dict[str, Path] = {}
-    for run in [*runs, *nearby]:
-        try:
-            measurement = load_measurement(run)
-        except Refused:
-            if run in runs:
-                raise
-            continue
-        if measurement.row_level_only or (run / "positions.parquet").is_file():
-            found.setdefault(measurement.key, run)
-    return found
-
-
 def _again(c: Comparison, found: dict[str, Path], panel: Path | None) -> Comparison:
     floor = next((found[r.key] for r in c.references if r.kind == "floor"), None)
     anchors = [found[r.key] for r in c.references if r.kind == "anchor"]
-    return compare([found[arm.key] for arm in c.arms], panel=panel, floor=floor, anchors=anchors)
+    return worded(compare([found[arm.key] for arm in c.arms], panel=panel, floor=floor, anchors=anchors))
 
 
 def _plain(c: Comparison) -> dict[str, object]:

@@ -15,6 +15,7 @@ from harness.compare import Comparison, compare, load_comparison
 from harness.errors import IncomparableError, Refused
 from harness.report.comparison_report import markdown, write
 from harness.report.texts import check_is_the_panels, with_texts
+from harness.report.words import reason, sentence, warnings, worded
 from harness.store import write_json
 from tests.compare.fake_arms import World
 
@@ -74,8 +75,8 @@ def test_the_sentence_and_verdict(found: Comparison) -> None:
     first = found.pairs[0].primary
     assert first.verdict == "better" and first.margin_source == "exploratory default: 0.1 of the baseline"
     lower = int((row_means(B, "kl") < row_means(A, "kl")).sum())
-    assert found.pairs[0].sentence.startswith(f"lower by {-first.difference.estimate:.4f} nats (95 % CI ")
-    assert found.pairs[0].sentence.endswith(f", lower on {lower} of 24 contexts")
+    assert sentence(first).startswith(f"lower by {-first.difference.estimate:.4f} nats (95 % CI ")
+    assert sentence(first).endswith(f", lower on {lower} of 24 contexts")
     assert first.signs.p == pytest.approx(scipy_stats.binomtest(lower, 24).pvalue)
     assert first.bootstrap.method.startswith("expanded percentile bootstrap over documents, 10000")
     assert found.status == "exploratory"
@@ -167,8 +168,8 @@ def test_a_against_itself_is_exactly_zero_everywhere(runs: tuple[Path, Path]) ->
         assert (d.bootstrap.low, d.bootstrap.high) == (0.0, 0.0)
         assert d.verdict == ("equivalent" if d.lower_is_better is not None else "no verdict")
     assert all((r.difference, r.low, r.high) == (0.0, 0.0, 0.0) for r in same.pairs[0].rows)
-    assert same.pairs[0].sentence == "differs by 0 nats (95 % CI 0 to 0), the same on 24 of 24 contexts"
-    assert "A and A (2) are the same measurement" in same.warnings
+    assert sentence(same.pairs[0].primary) == "differs by 0 nats (95 % CI 0 to 0), the same on 24 of 24 contexts"
+    assert "A and A (2) are the same measurement" in warnings(same)
 
 
 def test_the_teacher_against_itself_with_kl_zero(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_one_row_gives_no_verdict(tmp_path: Path) -> None:
     comparison = compare(paths)
     for d in comparison.pairs[0].differences:
         assert d.verdict == "no verdict" and d.difference.low is None
-    assert "one document gives no interval" in comparison.pairs[0].sentence
+    assert "one document gives no interval" in sentence(comparison.pairs[0].primary)
     assert "no verdict" in markdown(comparison)
 
 
@@ -202,10 +203,13 @@ def test_nan_positions_leave_both_arms_and_hold_the_verdict_back(tmp_path: Path,
     assert first.other == pytest.approx(B["kl"][keep].mean())
     assert (first.positions, first.excluded) == (7190, 10)
     assert (comparison.arms[0].nonfinite, comparison.arms[1].nonfinite) == (0, 10)
-    assert first.verdict == "undecided" and "the candidate has 10 more positions that are not finite" in first.reason
+    assert first.verdict == "undecided"
+    held = "the candidate has 10 more positions that are not finite"
+    assert held in reason(comparison, comparison.pairs[0], first)
     assert "10 positions are not finite in some arm; they are left out of all arms" in markdown(comparison)
-    back = compare([path, runs[0]]).pairs[0].primary
-    assert back.verdict == "undecided" and "the baseline has 10 more" in back.reason
+    back = compare([path, runs[0]])
+    turned = back.pairs[0].primary
+    assert turned.verdict == "undecided" and "the baseline has 10 more" in reason(back, back.pairs[0], turned)
 
 
 def test_infinite_kl_is_counted_as_infinite(tmp_path: Path, runs: tuple[Path, Path]) -> None:
@@ -214,7 +218,7 @@ def test_infinite_kl_is_counted_as_infinite(tmp_path: Path, runs: tuple[Path, Pa
     path = WORLD.run(tmp_path / "inf", "inf", infinite)
     comparison = compare([runs[1], path])
     assert (comparison.arms[1].nonfinite, comparison.arms[1].infinite) == (1, 1)
-    assert any("1 positions are not finite, 1 of them infinite" in w for w in comparison.warnings)
+    assert any("1 positions are not finite, 1 of them infinite" in w for w in warnings(comparison))
     assert comparison.pairs[0].primary.verdict == "worse"
 
 
@@ -226,7 +230,7 @@ def test_an_error_that_grows_along_the_row_is_flagged(tmp_path: Path, runs: tupl
     assert trends[0] is not None and trends[1] is not None
     assert (trends[0].rising, trends[1].rising) == (False, True)
     assert [d.other for d in comparison.pairs[0].deciles] == sorted(d.other for d in comparison.pairs[0].deciles)
-    assert any("S: KL rises along the row" in w for w in comparison.warnings)
+    assert any("S: KL rises along the row" in w for w in warnings(comparison))
 
 
 def test_documents_are_the_unit_when_rows_share_them(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def test_partial_runs_are_compared_on_common_rows_and_labelled(tmp_path: Path, r
     assert len(comparison.paired_on.rows_left_out) == 19
     keep = np.isin(WORLD.row_N, [1, 2, 3, 4, 5])
     assert comparison.arms[0].metrics["kl_mean"].estimate == pytest.approx(A["kl"][keep].mean())
-    assert "B is partial 5/24 rows" in comparison.warnings
+    assert "B is partial 5/24 rows" in warnings(comparison)
 
 
 def test_one_context_that_decides_is_named(tmp_path: Path) -> None:
@@ -261,7 +265,7 @@ def test_one_context_that_decides_is_named(tmp_path: Path) -> None:
     assert share is not None and (share.row, share.driven_by_one) == (9, True)
     means = row_means(spiked, "kl")
     assert share.leave_one_out_low == pytest.approx((means.sum() - means[9]) / 23)
-    assert any("driven by one context: row 9" in w for w in compare(paths).warnings)
+    assert any("driven by one context: row 9" in w for w in warnings(compare(paths)))
 
 
 def test_comparison_json_round_trips_and_is_deterministic(
@@ -269,7 +273,7 @@ def test_comparison_json_round_trips_and_is_deterministic(
 ) -> None:
     """Fault A29: nothing becomes null or 0 on its way through JSON."""
     write(tmp_path / "x", found)
-    assert load_comparison(tmp_path / "x") == found
+    assert load_comparison(tmp_path / "x") == worded(found)
     write(tmp_path / "y", compare(runs))
     for name in ("comparison.json", "report.md"):
         assert (tmp_path / "x" / name).read_bytes() == (tmp_path / "y" / name).read_bytes()

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from harness.compare import load_comparison
 from harness.measure.run import Request, measure
+from harness.report.words import sentence, warnings
 
 REGISTRATION = """
 question = "Does the finer rounding lower the KL?"
@@ -64,7 +65,7 @@ def test_a_registered_comparison_of_two_measured_candidates(
     first = found.pairs[0].primary
     assert found.status == "registered" and found.deviations == []
     assert first.difference.estimate == pytest.approx(np.mean(kl[1]) - np.mean(kl[0]), rel=1e-9)
-    assert first.verdict == "better" and found.pairs[0].sentence.endswith("lower on 4 of 4 contexts")
+    assert first.verdict == "better" and sentence(first).endswith("lower on 4 of 4 contexts")
     assert [bar.met for bar in found.bars] == [True]
     assert found.worst[0].texts is not None and len(found.worst[0].texts["context"]) > 0
-    assert not any("not here" in w for w in found.warnings)
+    assert not any("not here" in w for w in warnings(found))

@@ -13,6 +13,7 @@ from harness.compare import Comparison, compare
 from harness.interop.g4 import import_files
 from harness.report.comparison_report import markdown
 from harness.report.comparison_tables import arms, summary
+from harness.report.words import warnings
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference"
 pytestmark = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the published receipts are not here")
@@ -88,7 +89,7 @@ def test_several_candidates_get_bands_and_a_warning(runs: dict[str, Path]) -> No
     first = comparison.pairs[0].primary
     assert first.band is not None and first.band.low is not None and first.difference.low is not None
     assert first.band.low < first.difference.low
-    assert any("flattered by the choice" in w for w in comparison.warnings)
+    assert any("flattered by the choice" in w for w in warnings(comparison))
 
 
 def test_renaming_a_run_folder_changes_nothing(runs: dict[str, Path], tmp_path: Path) -> None:

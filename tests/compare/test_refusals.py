@@ -15,6 +15,7 @@ from harness.digest import file_digest
 from harness.errors import IncomparableError, Refused
 from harness.measure.receipt import load_measurement, save_measurement
 from harness.registration import Registration
+from harness.report.words import reason, warnings
 from tests.compare.fake_arms import World, side, started
 
 WORLD = World(rows=20, length=60)
@@ -85,15 +86,15 @@ def test_a_revision_is_not_content(base: Path, tmp_path: Path) -> None:
     """Fault B14: two revisions with the same contents are equal, with a note."""
     world = World(rows=20, length=60, teacher={"revision": "v2"})
     found = compare([base, world.run(tmp_path / "b", "B", B)])
-    assert any("revision is named main and v2; its contents are equal" in w for w in found.warnings)
+    assert any("revision is named main and v2; its contents are equal" in w for w in warnings(found))
 
 
 def test_another_device_or_cache_type_is_said(base: Path, tmp_path: Path) -> None:
     """Fault B30: the device is part of the identity."""
     candidate = side("B", device="cuda", settings={"kv_dtype": "fp8"})
-    warnings = compare([base, other(tmp_path, candidate=candidate)]).warnings
-    assert "A and B ran with another device (cpu and cuda): part of the difference" in warnings
-    assert "A and B ran with another kv_dtype (None and fp8): part of the difference" in warnings
+    told = warnings(compare([base, other(tmp_path, candidate=candidate)]))
+    assert "A and B ran with another device (cpu and cuda): part of the difference" in told
+    assert "A and B ran with another kv_dtype (None and fp8): part of the difference" in told
 
 
 def test_one_run_and_no_common_rows(base: Path, tmp_path: Path) -> None:
@@ -136,22 +137,22 @@ def test_a_difference_below_the_floor_is_not_claimed(base: Path, tmp_path: Path)
     difference = float(A["kl"].mean() - B["kl"].mean())
     plain = compare([base, other(tmp_path)])
     assert plain.pairs[0].primary.verdict == "better"
-    assert any("no floor was measured" in w for w in plain.warnings)
+    assert any("no floor was measured" in w for w in warnings(plain))
     noisy = {**A, "kl": np.full_like(A["kl"], 1.1 * difference)}
     floor = WORLD.run(tmp_path / "floor", "teacher again", noisy)
     found = compare([base, tmp_path / "b"], floor=floor)
     assert found.pairs[0].primary.verdict == "undecided"
-    assert "smaller than the floor" in found.pairs[0].primary.reason
+    assert "smaller than the floor" in reason(found, found.pairs[0], found.pairs[0].primary)
     assert found.references[0].kl.estimate == pytest.approx(1.1 * difference)
-    assert not any("no floor was measured" in w for w in found.warnings)
+    assert not any("no floor was measured" in w for w in warnings(found))
 
 
 def test_arms_at_the_floor_are_not_ranked(base: Path, tmp_path: Path) -> None:
     floor = WORLD.run(tmp_path / "floor", "teacher again", {**A, "kl": A["kl"] * 2})
     found = compare([base, other(tmp_path)], floor=floor)
     assert [arm.at_floor for arm in found.arms] == [True, True]
-    assert "both are at the floor" in found.pairs[0].primary.reason
-    assert any("A is at the floor" in w for w in found.warnings)
+    assert "both are at the floor" in reason(found, found.pairs[0], found.pairs[0].primary)
+    assert any("A is at the floor" in w for w in warnings(found))
 
 
 def test_a_floor_of_another_lane_is_refused(base: Path, tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_a_registered_panel_without_the_registration_says_so(tmp_path: Path) -> 
     paths = registered_runs(tmp_path, registration=None)
     found = compare(paths)
     assert found.status == "exploratory"
-    assert any(f"registered as {PLAN.sha256[:12]}, what was registered is not here" in w for w in found.warnings)
+    assert any(f"registered as {PLAN.sha256[:12]}, what was registered is not here" in w for w in warnings(found))
 
 
 def test_an_altered_registration_is_refused(tmp_path: Path) -> None:
@@ -258,12 +259,14 @@ def test_a_primary_metric_that_row_means_lack_is_a_deviation(tmp_path: Path) -> 
 
 
 def test_holm_takes_back_what_does_not_survive(base: Path, tmp_path: Path) -> None:
-    found = compare([base, other(tmp_path)]).pairs[0].differences
+    whole = compare([base, other(tmp_path)])
+    found = whole.pairs[0].differences
     secondary = [d.model_copy(update={"p": 0.03, "verdict": "better"}) for d in found if d.role == "secondary"]
     corrected = correct([secondary], 0.95)[0]
     assert {d.verdict for d in corrected} == {"undecided"}
     assert corrected[0].p_holm == pytest.approx(0.03 * len(secondary))
-    assert "does not survive Holm's correction" in corrected[0].reason
+    told = reason(whole, whole.pairs[0], corrected[0])
+    assert told == f"does not survive Holm's correction (p = {corrected[0].p_holm:.3g})"
     assert correct([[d.model_copy(update={"p": 1e-9}) for d in secondary]], 0.95)[0][0].verdict == "better"
 
 

@@ -23,6 +23,7 @@ from harness.measure.result import SAME_MODEL
 from harness.panel import build_panel, check_tokenizer, load_tokenizer, tokenizer_digest
 from harness.panel.chat import clock_at
 from harness.panel.contamination import quoted_rows
+from harness.report.words import warnings
 from harness.scoring import teacher_stats
 from harness.types import Hidden, Logits, Panel, RowOutputs
 from tests.compare.fake_arms import World
@@ -202,7 +203,7 @@ def label_and_content(folder: Path) -> None:
     other = World(rows=4, length=20, tokenizer_sha256="f" * 64)
     a = base.run(folder / "a", "A", base.columns(0.3, 2))
     found = compare([a, renamed.run(folder / "b", "B", base.columns(0.2, 3))])
-    assert "the teacher's revision is named main and v2; its contents are equal" in found.warnings
+    assert "the teacher's revision is named main and v2; its contents are equal" in warnings(found)
     with pytest.raises(
         IncomparableError, match="do not have the same tokenizer: eeeeeeeeeeeeeeee and ffffffffffffffff"
     ):

@@ -28,6 +28,7 @@ from harness.report.card_tables import quality
 from harness.report.comparison_report import markdown
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
+from harness.report.words import warnings
 from tests.compare.fake_arms import World, side
 from tests.fault_cases.entry import Fault
 from tests.report.fake_run import make_frame, write_run
@@ -189,7 +190,7 @@ def over_attribution(folder: Path) -> None:
     """All that differs between two comparators is listed; no sentence names one of it as the cause."""
     other = side("B", engine="other", version="2", compute_dtype="bfloat16", settings={"batch": 8})
     found = compare(pair(folder, candidate=other))
-    named = [w for w in found.warnings if w.startswith("A and B ran with another")]
+    named = [w for w in warnings(found) if w.startswith("A and B ran with another")]
     assert [w.split()[6] for w in named] == ["engine", "version", "compute_dtype", "batch"]
     text = markdown(found).lower()
     assert not any(word in text for word in ("because", "due to", "caused by", "explained by", "owing to"))

@@ -20,6 +20,7 @@ from harness.measure.rows import finished_rows, write_row
 from harness.measure.run import Candidate, Request, measurement_key
 from harness.measure.teacher import Reproduction, Yardstick, ends, reproduce
 from harness.report.comparison_report import markdown
+from harness.report.words import reason, warnings
 from harness.scoring import score_logits, teacher_stats
 from harness.types import Hidden, Logits, Panel, Row
 from tests.compare.fake_arms import World, side
@@ -132,7 +133,8 @@ def engine_floor(folder: Path) -> None:
     floor = world.run(folder / "floor", "teacher", with_mean(world.columns(0.3, 2), 0.0115))
     found = compare([world.run(folder / "a", "A", a), world.run(folder / "b", "B", b)], floor=floor)
     assert [arm.at_floor for arm in found.arms] == [True, True]
-    assert found.pairs[0].primary.verdict == "undecided" and "at the floor" in found.pairs[0].primary.reason
+    first = found.pairs[0].primary
+    assert first.verdict == "undecided" and "at the floor" in reason(found, found.pairs[0], first)
     text = markdown(found)
     assert "B is at the floor" in text and "teacher (floor)" in text and "0.01150" in text
     bare = compare([folder / "a", folder / "b"])
@@ -161,7 +163,8 @@ def launch_noise(folder: Path) -> None:
     found = {name: compare([a, run], floor=floor) for name, run in runs.items()}
     assert found["small"].references[0].kl.estimate == pytest.approx(8.7e-4)
     small = found["small"].pairs[0].primary
-    assert small.verdict == "undecided" and "smaller than the floor of 0.00087 nats" in small.reason
+    told = reason(found["small"], found["small"].pairs[0], small)
+    assert small.verdict == "undecided" and "smaller than the floor of 0.00087 nats" in told
     assert found["large"].pairs[0].primary.verdict == "better"
     assert compare([a, runs["small"]]).pairs[0].primary.verdict == "better", "without a floor nobody knows"
 
@@ -174,7 +177,7 @@ def other_device(folder: Path) -> None:
         for n, device in (("a", "NVIDIA A100"), ("b", "NVIDIA H200"))
     ]
     found = compare(runs)
-    assert "a and b ran with another device (NVIDIA A100 and NVIDIA H200): part of the difference" in found.warnings
+    assert "a and b ran with another device (NVIDIA A100 and NVIDIA H200): part of the difference" in warnings(found)
     row = made.row([1, 2])
     stored = made.capture(folder / "c", [row], [made.logits((0.5, 0.2, 0.3), (0.5, 0.2, 0.3))], None)
     keys = [key(stored, [row], device=device) for device in ("cpu", "cuda")]

@@ -17,6 +17,7 @@ from harness.report.card_tables import quality
 from harness.report.caveats import how_measured
 from harness.report.comparison_report import markdown
 from harness.report.run_report import max_line, report_text
+from harness.report.words import reason, sentence, warnings
 from harness.stats import (
     bootstrap_interval,
     compare_items,
@@ -78,8 +79,8 @@ def dropped_positions(folder: Path) -> None:
         lower["kl"][kept].mean()
     )
     assert first.other < base["kl"].mean() and first.verdict == "undecided"
-    assert "the candidate has 10 more positions that are not finite" in first.reason
-    assert "B: 10 positions are not finite; they are left out of every arm" in found.warnings
+    assert "the candidate has 10 more positions that are not finite" in reason(found, found.pairs[0], first)
+    assert "B: 10 positions are not finite; they are left out of every arm" in warnings(found)
     whole = compare([folder / "a", world.run(folder / "c", "C", lower)])
     assert whole.pairs[0].primary.verdict == "better"
 
@@ -153,7 +154,7 @@ def pseudo_replication(folder: Path) -> None:
     for file, content in zip(files, (g4_receipt(), other), strict=True):
         file.write_text(json.dumps(content))
     unnamed = compare(import_files(files, folder / "g4", ["x", "y"]))
-    assert unnamed.settings.unit == "row" and NO_DOCUMENTS in unnamed.warnings
+    assert unnamed.settings.unit == "row" and NO_DOCUMENTS in warnings(unnamed)
     assert any("descriptive only" in line for line in how_measured(of_comparison(unnamed)))
     assert not any("descriptive only" in line for line in how_measured(of_comparison(found)))
 
@@ -171,7 +172,7 @@ def ratio_over_floor(folder: Path) -> None:
     first = found.pairs[0].primary
     for ratio in (first.pooled_ratio, first.row_ratio):
         assert ratio is not None and ratio.estimate == pytest.approx(1 / 1.11) and ratio.low is not None
-    assert first.verdict == "undecided" and "floor" in first.reason
+    assert first.verdict == "undecided" and "floor" in reason(found, found.pairs[0], first)
     assert "2.52" not in markdown(found)
     # What subtracting would leave may be 0 or less: no ratio then, and never one without an interval.
     shifted = [rows(np.array([0.001, -0.002, 0.0005])), rows(np.array([0.002, 0.003, 0.004]))]
@@ -192,7 +193,7 @@ def one_window(folder: Path) -> None:
     found = compare(runs).pairs[0]
     assert found.primary.baseline == pytest.approx(0.0168) and found.primary.other == pytest.approx(0.0182)
     assert {d.verdict for d in found.differences} == {"no verdict"}
-    assert found.primary.difference.low is None and "one document gives no interval" in found.sentence
+    assert found.primary.difference.low is None and "one document gives no interval" in sentence(found.primary)
 
 
 def heavy_tail(folder: Path) -> None:
@@ -207,8 +208,8 @@ def heavy_tail(folder: Path) -> None:
     assert found.high - found.estimate > 2 * (found.estimate - found.low)
     assert concentration(totals).driven_by_one
     told = compare([world.run(folder / "a", "A", columns), world.run(folder / "b", "B", heavy)])
-    assert any(w.startswith("B: its mean KL is driven by one context: row ") for w in told.warnings)
-    assert not any(w.startswith("A: its mean KL is driven") for w in told.warnings)
+    assert any(w.startswith("B: its mean KL is driven by one context: row ") for w in warnings(told))
+    assert not any(w.startswith("A: its mean KL is driven") for w in warnings(told))
     frame = tables.load_positions(folder / "b")
     top = np.sort(heavy["kl"])[::-1][:13].sum() / heavy["kl"].sum()  # 13 of 1,280 positions
     assert tables.top_positions_share(frame) == pytest.approx(top) and top > 0.3

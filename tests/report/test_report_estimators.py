@@ -30,6 +30,7 @@ from harness.report.html import run_page
 from harness.report.run_report import report_text, write_report
 from harness.report.tables import load_positions
 from harness.report.terminal import measurement_table
+from harness.report.words import reason, warnings
 from harness.scoring import bounds
 from harness.served.score import EXTRA_DTYPES, receipt_extras
 from harness.types import SCORE_DTYPES
@@ -337,11 +338,13 @@ def test_what_the_tails_could_change(runs: dict[str, Path], tmp_path: Path) -> N
     assert tails.uncovered_other == pytest.approx(uncovered)
     assert tails.overturning == pytest.approx(abs(tails.difference) / uncovered)
     assert tails.shortfall_baseline == pytest.approx(a["kl_shortfall_mean"]) and tails.could_move is None
-    assert any("the order of the two turns" in text for text in found.warnings)
+    assert any("the order of the two turns" in text for text in warnings(found))
 
     needed = float(np.sqrt(8 * abs(tails.difference) / uncovered))
     held = compare([runs["drawn"], better], tail_range=1.01 * needed)
-    assert held.pairs[0].primary.verdict == "undecided" and "could undo this" in held.pairs[0].primary.reason
+    assert held.pairs[0].primary.verdict == "undecided" and "could undo this" in reason(
+        held, held.pairs[0], held.pairs[0].primary
+    )
     kept = compare([runs["drawn"], better], tail_range=0.99 * needed)
     assert kept.pairs[0].primary.verdict == "better" and kept.key != held.key != found.key
 

@@ -22,6 +22,7 @@ from harness.report.card_write import write_card
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
+from harness.report.words import worded
 from harness.store import write_json, write_table
 from harness.verify import verify, verify_run
 from harness.verify.run import differences
@@ -148,7 +149,7 @@ def test_other_tokens_than_the_panel_s(honest: Path, monkeypatch: pytest.MonkeyP
 def test_comparison_and_card(honest: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "other", make_frame(rows=6, length=65, noise=0.3), name="other")
     runs = [honest, tmp_path / "other"]
-    save_comparison(tmp_path / "cmp", compare(runs))
+    save_comparison(tmp_path / "cmp", worded(compare(runs)))
     found = verify(tmp_path / "cmp")
     assert found.ok and "comparison" in found.checked, "runs beside it are found by their keys"
     write_card(collect(runs), Options(pictures=False, positions=True), tmp_path / "card")

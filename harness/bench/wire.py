@@ -25,7 +25,7 @@ import numpy as np
 
 from harness.bench.timing import Figure, Work, interleaved, one_thread
 from harness.digest import ids_digest
-from harness.served.http import Answer, Patience, Question, in_order
+from harness.served.http import Answer, Line, Patience, Question
 from harness.served.sglang import read_generated as read_sglang
 from harness.served.vllm import completion_of
 from harness.served.vllm_answers import read_completion, read_generated, with_targets
@@ -88,7 +88,7 @@ def _added(folder: Path, row: Row, k: int, body: bytes, delay: float, rounds: in
         bare = _seconds_a_row(_thrown_away(base, completion_of("bench", row, k, 0.0), len(rows)))
         questions = (completion_of("bench", each, k, 0.0) for each in rows)
         cpu = time.process_time()
-        list(in_order(base, questions, read, concurrency=1, patience=Patience()))
+        list(Line(base=base, concurrency=1, patience=Patience()).in_order(questions, read))
         cpu = (time.process_time() - cpu) / len(rows)
         full = _seconds_a_row(arrived)
     what, note = f"server of {delay:g} s, k={k}", f"{len(body) / 1e6:.1f} MB a row"

@@ -255,7 +255,7 @@ def _weights_of(name: str, module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (expert.T if transposed else expert for expert in stack)
 
 
-# ---- floors ---------------------------------------------------------------------------------------------------------
+# ---- floors ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

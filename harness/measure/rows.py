@@ -69,7 +69,7 @@ def first_positions(outputs: Outputs, count: int) -> Outputs:
     return Logits(logits_TV=outputs.logits_TV[:count])
 
 
-# ---- storing --------------------------------------------------------------------------------------------------------
+# ---- storing ---------------------------------------------------------------------------------------------------------
 
 
 def require_room(folder: Path, rows: Sequence[Row]) -> None:

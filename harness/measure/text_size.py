@@ -1,7 +1,7 @@
 """How much text the scored tokens stand for: what a perplexity per word and bits per byte are divided by.
 
 A token is a unit of one tokenizer; bytes and words are units of the text, so these two numbers may stand beside those
-of another tokenizer on the same text (FAULTS A 12). Counted from the tokenizer's files; only the counts are kept.
+of another tokenizer on the same text. Counted from the tokenizer's files; only the counts are kept.
 """
 
 from __future__ import annotations

@@ -37,18 +37,18 @@ def check_whole(row: Row, answer: ServedRow, k: int, vocab_size: int | None) -> 
 
 
 def check_tokens(row: Row, answer: ServedRow) -> Check:
-    """The server ran the panel's token ids (FAULTS A 1, A 2, A 7)."""
+    """The server ran the panel's token ids."""
     check_ids(row, answer.echoed_ids_T)
     count = len(row.ids_T)
     return Check(name="the server ran the panel's token ids", passed=True, figure=f"{count} of {count} equal")
 
 
 def check_counts(row: Row, answer: ServedRow, k: int, vocab_size: int | None) -> Check:
-    """``T - 1`` positions of ``k`` entries each: fewer positions or entries are never scored (FAULTS A 17, A 18)."""
-    wanted, got = len(row.ids_T) - 1, len(answer.target_logprob_T)
-    if got != wanted or len(answer.ids_TK) != wanted or answer.ids_TK.shape != answer.logprobs_TK.shape:
+    """``T - 1`` positions of ``k`` entries each: fewer positions or entries are never scored."""
+    wanted, given = len(row.ids_T) - 1, len(answer.target_logprob_T)
+    if given != wanted or len(answer.ids_TK) != wanted or answer.ids_TK.shape != answer.logprobs_TK.shape:
         raise EngineError(
-            f"row {row.index}: {len(row.ids_T)} tokens have {wanted} scored positions, the server gave {got} targets "
+            f"row {row.index}: {len(row.ids_T)} tokens have {wanted} scored positions, the server gave {given} targets "
             f"and {len(answer.ids_TK)} lists",
             "see that the first token's empty entry is skipped and that no position is dropped",
         )
@@ -64,7 +64,7 @@ def check_counts(row: Row, answer: ServedRow, k: int, vocab_size: int | None) ->
 
 
 def check_numbers(answer: ServedRow) -> Check:
-    """No NaN, nothing above 0, and no number that only stands for "not computed" (FAULTS A 16, A 27)."""
+    """No NaN, nothing above 0, and no number that only stands for "not computed"."""
     used_TK = answer.ids_TK >= 0
     for what, values in (("the next token", answer.target_logprob_T[:, None]), ("a top token", answer.logprobs_TK)):
         _refuse_where(answer, np.isnan(values) & (used_TK if values.shape == used_TK.shape else True), what, "NaN")
@@ -81,7 +81,7 @@ def check_numbers(answer: ServedRow) -> Check:
 
 
 def check_vocabulary(row: Row, answer: ServedRow, vocab_size: int | None, tokenizer_size: int | None) -> Check:
-    """Every id is one of the declared vocabulary; the mass beyond the tokenizer is told (FAULTS A 13)."""
+    """Every id is one of the declared vocabulary; the mass beyond the tokenizer is told."""
     ids_TK = answer.ids_TK
     highest = max(int(ids_TK.max(initial=-1)), int(np.max(row.ids_T)))
     if vocab_size is not None and highest >= vocab_size:
@@ -127,7 +127,7 @@ def check_mass(answer: ServedRow, vocab_size: int | None) -> Check:
 
 
 def check_target(row: Row, answer: ServedRow) -> Check:
-    """The next token's log-probability is the one in the top list, or below the list's last (FAULTS A 18, A 37)."""
+    """The next token's log-probability is the one in the top list, or below the list's last."""
     listed_T, in_list_T = _looked_up(answer, np.asarray(row.ids_T[1:]))
     differs_T = np.abs(answer.target_logprob_T - listed_T)
     wrong_T = np.where(in_list_T, differs_T > SAME_NUMBER, answer.target_logprob_T > listed_T + SAME_NUMBER)
@@ -144,12 +144,12 @@ def check_target(row: Row, answer: ServedRow) -> Check:
 
 
 def check_language_model(answer: ServedRow, vocab_size: int | None) -> Check:
-    """Refuse NLL 0 nearly everywhere, or that of a uniform output (FAULTS A 35, A 45)."""
+    """Refuse NLL 0 nearly everywhere, or that of a uniform output."""
     return check_not_degenerate(-answer.target_logprob_T, vocab_size)
 
 
 def check_position(row: Row, answer: ServedRow) -> Check:
-    """The lists know the next token better than the token before or after it (FAULTS A 37).
+    """The lists know the next token better than the token before or after it.
 
     A token that is not in a list counts as being as likely as the list's last: an upper bound of what it is.
     """
@@ -163,10 +163,10 @@ def check_position(row: Row, answer: ServedRow) -> Check:
     return check_alignment(nll)
 
 
-def grid(answer: ServedRow) -> Check:
+def check_logits_grid(answer: ServedRow) -> Check:
     """Whether the logits were rounded to 16 bits: differences of log-probabilities at one position lie on a grid then.
 
-    Source: ENGINES 9.6. The rounding of a grid of step g costs up to about g^2 / 24 nats a position.
+    The rounding of a grid of step g costs up to about g^2 / 24 nats a position.
     """
     best = answer.logprobs_TK[:, :1]
     differences = (best - answer.logprobs_TK)[(answer.ids_TK >= 0) & np.isfinite(answer.logprobs_TK)]
@@ -183,7 +183,7 @@ def grid(answer: ServedRow) -> Check:
 
 
 def check_asked(row: Row, first: ServedRow, asked_TM: np.ndarray | None) -> Check:
-    """Every asked id has its log-probability, the one that the top list tells (FAULTS A 20).
+    """Every asked id has its log-probability, the one that the top list tells.
 
     Args:
         first: the row's answer without asking.
@@ -242,9 +242,9 @@ def _looked_up(answer: ServedRow, ids_T: np.ndarray, at: slice = slice(None)) ->
     lists, values = answer.ids_TK[at], answer.logprobs_TK[at]
     hit_TK = lists == ids_T[:, None]
     last_T = np.where(lists >= 0, values, np.inf).min(axis=1)
-    found_T = np.where(hit_TK, values, -np.inf).max(axis=1)
+    hit_T = np.where(hit_TK, values, -np.inf).max(axis=1)
     in_list_T = hit_TK.any(axis=1)
-    return np.where(in_list_T, found_T, last_T), in_list_T
+    return np.where(in_list_T, hit_T, last_T), in_list_T
 
 
 def _refuse_where(answer: ServedRow, wrong: np.ndarray, what: str, state: str) -> None:

@@ -65,18 +65,18 @@ def check_same(a: ServedRow, b: ServedRow, *, name: str, cause: str, repair: str
     Args:
         cause: what was different between them, as in ``after a row with the same beginning``.
     """
-    found = difference(a, b)
-    if found.largest > TOLERANCE or found.mean > MEAN_TOLERANCE:
+    change = difference(a, b)
+    if change.largest > TOLERANCE or change.mean > MEAN_TOLERANCE:
         raise EngineError(
-            f"row {a.index}: the same tokens have other log-probabilities {cause}: {found.figure} nats "
+            f"row {a.index}: the same tokens have other log-probabilities {cause}: {change.figure} nats "
             f"(above {TOLERANCE:g}, or {MEAN_TOLERANCE:g} in the mean)",
             repair,
         )
-    if found.largest <= QUIET:
-        note = "" if found.equal else f"differs {cause}, by less than {QUIET:g}"
-        return Check(name=name, passed=True, figure=found.figure, note=note)
+    if change.largest <= QUIET:
+        note = "" if change.equal else f"differs {cause}, by less than {QUIET:g}"
+        return Check(name=name, passed=True, figure=change.figure, note=note)
     note = f"differs {cause}: within {TOLERANCE:g}, noise that is part of every number"
-    return Check(name=name, passed=False, figure=found.figure, note=note)
+    return Check(name=name, passed=False, figure=change.figure, note=note)
 
 
 def check_seams(whole: ServedRow, moved: ServedRow, kept: int, dropped: int, chunk: int | None) -> Check:
@@ -91,8 +91,8 @@ def check_seams(whole: ServedRow, moved: ServedRow, kept: int, dropped: int, chu
     a, b = whole.target_logprob_T[kept + dropped :], moved.target_logprob_T[kept:]
     change_T = np.full(len(whole.target_logprob_T), np.nan)
     change_T[kept + dropped :] = np.abs(a - b)
-    found = [_worst_edge(change_T, size, dropped) for size in ((chunk,) if chunk else CHUNKS)]
-    worst, at, size = max(found, key=lambda edge: edge[0])  # of several sizes with one edge, the smallest
+    edges = [_worst_edge(change_T, size, dropped) for size in ((chunk,) if chunk else CHUNKS)]
+    worst, at, size = max(edges, key=lambda edge: edge[0])  # of several sizes with one edge, the smallest
     if worst > SEAM:
         raise EngineError(
             f"row {whole.index}, position {at}: the NLL changes by {worst:.3g} nats when the edge of a prefill chunk "

@@ -54,37 +54,37 @@ def _untold(software: str) -> str:
     return "the server does not tell" + (" (VLLM_SERVER_DEV_MODE=1 makes it)" if software.lower() == "vllm" else "")
 
 
-def check_cap(told: Capabilities, k: int) -> Check:
-    """As many tokens a position as asked for: never a quiet fall back to the server's cap (FAULTS A 17)."""
-    cap, name = told.max_logprobs, "k within the server's cap"
+def check_cap(can: Capabilities, k: int) -> Check:
+    """As many tokens a position as asked for: never a quiet fall back to the server's cap."""
+    cap, name = can.max_logprobs, "k within the server's cap"
     if cap is None:
-        return Check(name=name, passed=True, figure=f"{k} of {UNPROVEN}", note=_untold(told.software))
+        return Check(name=name, passed=True, figure=f"{k} of {UNPROVEN}", note=_untold(can.software))
     if cap != -1 and k > cap:
         raise EngineError(
             f"k = {k} is more than the server's cap of {cap} log-probabilities",
-            f"start it with {option(told.software, 'k')} {k}, or ask for --k {cap}",
+            f"start it with {option(can.software, 'k')} {k}, or ask for --k {cap}",
         )
     return Check(name=name, passed=True, figure=f"{k} of {'any' if cap == -1 else cap}")
 
 
-def check_context(told: Capabilities, rows: Sequence[Row]) -> Check:
-    """Every row and the one token that must be generated fit: nothing is ever cut (FAULTS A 10)."""
-    longest, name = max(len(row.ids_T) for row in rows), "rows fit the server's context"
-    if told.context is None:
+def check_context(can: Capabilities, rows: Sequence[Row]) -> Check:
+    """Every row and the one token that must be generated fit: nothing is ever cut."""
+    longest, name = max((len(row.ids_T) for row in rows), default=0), "rows fit the server's context"
+    if can.context is None:
         return Check(name=name, passed=True, figure=f"{longest} + 1 of {UNPROVEN}", note="the server does not tell it")
-    too_long = [row.index for row in rows if len(row.ids_T) + 1 > told.context]
+    too_long = [row.index for row in rows if len(row.ids_T) + 1 > can.context]
     if too_long:
         raise EngineError(
-            f"{len(too_long)} rows do not fit the server's context of {told.context} with the one token that it "
+            f"{len(too_long)} rows do not fit the server's context of {can.context} with the one token that it "
             f"generates: rows {', '.join(map(str, too_long[:5]))}{', ...' if len(too_long) > 5 else ''}; the longest "
             f"has {longest} tokens",
-            f"start it with {option(told.software, 'context')} {longest + 1} or more",
+            f"start it with {option(can.software, 'context')} {longest + 1} or more",
         )
-    return Check(name=name, passed=True, figure=f"{longest} + 1 of {told.context} tokens")
+    return Check(name=name, passed=True, figure=f"{longest} + 1 of {can.context} tokens")
 
 
 def check_speculative(identity: EngineIdentity, software: str) -> Check:
-    """Speculative decoding has reported the draft's numbers, and zeros (FAULTS A 35)."""
+    """Speculative decoding has reported the draft's numbers, and zeros."""
     setting, name = identity.settings.get("speculative", UNKNOWN), "speculative decoding is off"
     if setting == UNKNOWN:
         return Check(name=name, passed=True, figure=UNPROVEN, note=f"{_untold(software)}; its NLL is checked")
@@ -96,7 +96,7 @@ def check_speculative(identity: EngineIdentity, software: str) -> Check:
 
 
 def check_cached(answers: Iterable[ServedRow], software: str) -> Check:
-    """No token of a row was taken from another request (FAULTS B 32, A 34).
+    """No token of a row was taken from another request.
 
     Raises:
         EngineError: a row with cached tokens; it is not valid and must not be stored.
@@ -119,7 +119,7 @@ def check_cached(answers: Iterable[ServedRow], software: str) -> Check:
 
 
 def check_memory(rows: Sequence[Row], vocab_size: int | None) -> Check:
-    """What log-probabilities of a whole row may take on the server, where it does not chunk them (FAULTS A 39)."""
+    """What log-probabilities of a whole row may take on the server, where it does not chunk them."""
     positions, name = max(len(row.ids_T) for row in rows), "the server's memory for a row's log-probabilities"
     if vocab_size is None:
         return Check(name=name, passed=True, figure=UNPROVEN, note="the size of the vocabulary is not known")
@@ -128,7 +128,7 @@ def check_memory(rows: Sequence[Row], vocab_size: int | None) -> Check:
 
 
 def check_alone(before: int | None, after: int | None) -> Check:
-    """Whether others used the server meanwhile: their requests share its batches, no failure of a model (B 36)."""
+    """Whether others used the server meanwhile: their requests share its batches, no failure of a model."""
     name = "nobody else uses the server"
     known = [count for count in (before, after) if count is not None]
     if not known:

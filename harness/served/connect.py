@@ -6,7 +6,7 @@ from typing import Literal
 
 from harness.errors import UsageError
 from harness.served.address import find_server
-from harness.served.http import Patience
+from harness.served.http import Line, Patience
 from harness.served.identity import ServedWeights
 from harness.served.seam import ServedEngine
 from harness.served.sglang import connect_sglang
@@ -45,10 +45,6 @@ def connect(
     server = find_server(url, model)
     if server.software in ("vllm", "sglang") and server.software != engine:
         raise UsageError(f"this is a server of {server.software}, not of {engine}", f"use --engine {server.software}")
+    line = Line(base=server.base, concurrency=concurrency, patience=patience or Patience(timeout=timeout))
     probe = connect_vllm if engine == "vllm" else connect_sglang
-    return probe(
-        server,
-        concurrency=concurrency,
-        patience=patience or Patience(timeout=timeout),
-        weights=weights or ServedWeights(),
-    )
+    return probe(server, line, weights or ServedWeights())

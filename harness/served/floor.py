@@ -17,7 +17,7 @@ _ASKED = ("way", "k", "concurrency", "tail_samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Lane:
     """What a floor must have in common with the run that it is for.
 
     ``teacher_sha256`` is the teacher's weights digest; ``scoring`` holds how the server was asked.
@@ -30,7 +30,7 @@ class Question:
     scoring: Mapping[str, Any]
 
 
-def floor_of(named: Path | None, folder: Path, question: Question) -> dict[str, Any] | None:
+def floor_of(named: Path | None, folder: Path, lane: Lane) -> dict[str, Any] | None:
     """What a receipt says of its floor: the one that is named, else one that lies beside the run and fits.
 
     Args:
@@ -38,24 +38,24 @@ def floor_of(named: Path | None, folder: Path, question: Question) -> dict[str, 
         folder: of the run that the floor is for.
 
     Raises:
-        IncomparableError: the named floor belongs to another question; the message says where they differ.
+        IncomparableError: the named floor belongs to another lane; the message says where they differ.
     """
     if named is not None:
-        found = load_measurement(named)
-        if wrong := _mismatch(found, question):
+        floor = load_measurement(named)
+        if wrong := _mismatch(floor, lane):
             raise IncomparableError(
                 f"{named.name} is no floor of this run: {wrong}",
                 "measure the floor with the same server, panel, --k and --rows: fidelity floor --engine ...",
             )
-        return _said(found, named.name)
+        return _as_told(floor, named.name)
     for other in _neighbours(folder):
-        found = load_measurement(other)
-        if not _mismatch(found, question):
-            return _said(found, other.name)
+        floor = load_measurement(other)
+        if not _mismatch(floor, lane):
+            return _as_told(floor, other.name)
     return None
 
 
-def _said(floor: Measurement, run: str) -> dict[str, Any]:
+def _as_told(floor: Measurement, run: str) -> dict[str, Any]:
     same = floor.teacher.weights_sha256 == floor.candidate.weights_sha256
     return {
         "run": run,
@@ -73,20 +73,20 @@ def _neighbours(folder: Path) -> Iterator[Path]:
             yield file.parent
 
 
-def _mismatch(floor: Measurement, q: Question) -> str:
+def _mismatch(floor: Measurement, lane: Lane) -> str:
     """Why a measurement is no floor of this run, or nothing.
 
-    Its model may be this run's teacher, or this run's own weights made dense (FAULTS B 20: never another lane's).
+    Its model may be this run's teacher, or this run's own weights made dense: never another lane's.
     """
     if floor.role != "floor":
         return "it is the measurement of a candidate"
-    pairs = [("panel", floor.panel.sha256, q.panel_sha256), ("rows", floor.rows_measured, q.rows)]
-    pairs += [(name, getattr(floor.candidate, name), getattr(q.identity, name)) for name in _ENGINE]
-    pairs += [(name, floor.scoring.get(name), q.scoring.get(name)) for name in _ASKED]
-    pairs += [(f"setting {name}", *both) for name, both in _settings(floor.candidate, q.identity).items()]
-    own = (q.teacher_sha256, q.identity.weights_sha256)
-    if floor.teacher.weights_sha256 not in own:
-        pairs.append(("model", floor.teacher.weights_sha256[:12], " or ".join(text[:12] for text in own)))
+    pairs = [("panel", floor.panel.sha256, lane.panel_sha256), ("rows", floor.rows_measured, lane.rows)]
+    pairs += [(name, getattr(floor.candidate, name), getattr(lane.identity, name)) for name in _ENGINE]
+    pairs += [(name, floor.scoring.get(name), lane.scoring.get(name)) for name in _ASKED]
+    pairs += [(f"setting {name}", *both) for name, both in _settings(floor.candidate, lane.identity).items()]
+    models = (lane.teacher_sha256, lane.identity.weights_sha256)
+    if floor.teacher.weights_sha256 not in models:
+        pairs.append(("model", floor.teacher.weights_sha256[:12], " or ".join(text[:12] for text in models)))
     return "; ".join(f"{name} {theirs}, here {ours}" for name, theirs, ours in pairs if theirs != ours)
 
 

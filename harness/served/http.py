@@ -1,4 +1,9 @@
-"""What a server refuses or would refuse: rows too long, too many log-probabilities; its own words about the rest."""
+"""Questions to a server, several in flight, answers in the order asked: retries, timeouts, bounded look-ahead.
+
+The event loop runs in the caller's thread while the caller waits for the next answer. An answer is read in a second
+thread once its place at the server has gone to the next question and that has left; so the server works on one
+question while the last answer is parsed, and at most ``concurrency + 1`` answers are in memory.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +12,32 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_attempt,
+    wait_exponential,
+)
 
 from harness.errors import EngineError
 from harness.served.address import headers
 from harness.types import Row
 
-#: Tokens that an answer adds to a prompt: a server does not answer with none.
-NEW_TOKENS = 1
-_CAP = re.compile(r"max(?:imum)? allowed\D{0,8}(-?\d+)|max_logprobs\D{0,8}(-?\d+)")
-
-
-def check_context(rows: Sequence[Row], context: int | None, option: str) -> None:
-    """Refuse rows that do not fit, before anything is asked."""
-    longest = max(rows, key=lambda row: len(row.ids_T), default=None)
-    if longest is None or context is None:
-        return
-    needed = len(longest.ids_T) + NEW_TOKENS
-    if needed > context:
-        raise EngineError(
-            f"row {longest.index} has {len(longest.ids_T)} tokens, the server's context is {context}",
-            f"start the server with {option} {needed} or more, or use a panel of shorter rows",
-        )
-
-
-def check_cap(wanted: int, cap: int | None) -> None:
-    """Refuse more log-probabilities a position than the server gives; -1 is no cap, None is not told."""
-    if cap is not None and 0 <= cap < wanted:
-        raise _above_cap(wanted, str(cap))
-
-
-def _above_cap(wanted: int, cap: str) -> EngineError:
-    return EngineError(
-        f"the server gives at most {cap} log-probabilities a position, {wanted} are asked for",
-        f"start it with --max-logprobs {wanted} (or -1), or ask for fewer with --k",
-    )
-
-
-def check_status(answer: Answer, row: Row, wanted: int) -> None:
-    """Refuse anything but an answer, with the server's own first words and what to do."""
-    if answer.status == 200:
-        return
-    said = first_words(answer.content)
-    cap = _CAP.search(said)
-    if answer.status == 400 and cap and "logprob" in said:
-        raise _above_cap(wanted, cap.group(1) or cap.group(2))
-    about = f"the server refuses row {row.index} ({len(row.ids_T)} tokens, {wanted} ids): HTTP {answer.status}: {said}"
-    if answer.status in (401, 403):
-        raise EngineError(about, "put the server's key into the environment variable OPENAI_API_KEY")
-    if "context" in said:
-        raise EngineError(about, f"start the server with a context of {len(row.ids_T) + NEW_TOKENS} or more")
-    raise EngineError(about, "check the server's log, its vocabulary, and that it allows prompt log-probabilities")
-
-
-# Questions to a server, several in flight, answers in the order asked: retries, timeouts, bounded look-ahead.
-#
-# The event loop runs in the caller's thread while the caller waits for the next answer. An answer is read in a second
-# thread once its place at the server has gone to the next question and that has left; so the server works on one
-# question
-# while the last answer is parsed, and at most ``concurrency + 1`` answers are in memory.
-
 Read = TypeVar("Read")
 
+#: Tokens that an answer adds to a prompt: a server does not answer with none.
+NEW_TOKENS = 1
 #: Most characters of a server's own words in a message of ours.
 WORDS = 160
 CONNECT = 10.0
+_CAP = re.compile(r"max(?:imum)? allowed\D{0,8}(-?\d+)|max_logprobs\D{0,8}(-?\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,58 +68,57 @@ class Answer:
     seconds: float
 
 
-def in_order(
-    base: str,
-    questions: Iterable[Question],
-    read: Callable[[int, Answer], Read],
-    *,
-    concurrency: int,
-    patience: Patience,
-) -> Iterator[Read]:
-    """Ask questions below ``base``; ``read`` gets the number of a question and its answer, in another thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The way to one server: its address, how many questions may be there at once, and how long to wait."""
 
-    Raises:
-        EngineError: the server is gone, or whatever ``read`` raises, once the answers before it are given out.
-    """
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        asking = _Asking(base, concurrency, patience)
-        loop, tasks = runner.get_loop(), deque[asyncio.Task[Read]]()
-        try:
-            for number, question in enumerate(questions):
-                tasks.append(loop.create_task(asking.read_one(number, question, read)))
-                if len(tasks) > concurrency:
+    base: str
+    concurrency: int
+    patience: Patience
+
+    def in_order(self, questions: Iterable[Question], read: Callable[[int, Answer], Read]) -> Iterator[Read]:
+        """Ask questions; ``read`` gets the number of a question and its answer, in another thread.
+
+        Raises:
+            EngineError: the server is gone, or whatever ``read`` raises, once the answers before it are given out.
+        """
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            asking = _Asking(self)
+            loop, tasks = runner.get_loop(), deque[asyncio.Task[Read]]()
+            try:
+                for number, question in enumerate(questions):
+                    tasks.append(loop.create_task(asking.read_one(number, question, read)))
+                    if len(tasks) > self.concurrency:
+                        yield loop.run_until_complete(tasks.popleft())
+                while tasks:
                     yield loop.run_until_complete(tasks.popleft())
-            while tasks:
-                yield loop.run_until_complete(tasks.popleft())
+            finally:
+                loop.run_until_complete(asking.close(tasks))
+
+    def ask(self, question: Question) -> Answer:
+        """One question, whose answer may be of any status: the server's troubles (HTTP 5xx) are an answer too."""
+        return asyncio.run(self._ask(question))
+
+    async def _ask(self, question: Question) -> Answer:
+        asking = _Asking(self)
+        try:
+            return await asking.answer(question, any_status=True)
         finally:
-            loop.run_until_complete(asking.close(tasks))
-
-
-def ask(base: str, question: Question, patience: Patience, *, any_status: bool = False) -> Answer:
-    """One question; ``any_status`` takes an answer of the server's troubles (HTTP 5xx) for an answer."""
-    return asyncio.run(_ask(base, question, patience, any_status))
-
-
-async def _ask(base: str, question: Question, patience: Patience, any_status: bool) -> Answer:
-    asking = _Asking(base, 1, patience)
-    try:
-        return await asking.answer(question, any_status=any_status)
-    finally:
-        await asking.close([])
+            await asking.close([])
 
 
 class _Asking:
     """A client with as many places as questions may be at the server at once."""
 
-    def __init__(self, base: str, concurrency: int, patience: Patience) -> None:
-        self.patience = patience
-        self.places = asyncio.Semaphore(concurrency)
+    def __init__(self, line: Line) -> None:
+        self.patience = line.patience
+        self.places = asyncio.Semaphore(line.concurrency)
         self.leaving: set[asyncio.Event] = set()
         self.client = httpx.AsyncClient(
-            base_url=base,
+            base_url=line.base,
             headers={**headers(), "Content-Type": "application/json"},
-            timeout=httpx.Timeout(patience.timeout, connect=CONNECT),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            timeout=httpx.Timeout(line.patience.timeout, connect=CONNECT),
+            limits=httpx.Limits(max_connections=line.concurrency, max_keepalive_connections=line.concurrency),
         )
 
     async def read_one(self, number: int, question: Question, read: Callable[[int, Answer], Read]) -> Read:
@@ -174,26 +135,19 @@ class _Asking:
 
     async def answer(self, question: Question, *, any_status: bool = False) -> Answer:
         """Ask until there is an answer, or patience ends."""
-        said = ""
-        for attempt in range(self.patience.tries):
-            if attempt:
-                await asyncio.sleep(self.patience.wait * 2 ** (attempt - 1))
-            start = time.perf_counter()
-            try:
-                response = await self._post(question)
-            except httpx.RequestError as error:
-                said = type(error).__name__
-                continue
-            if any_status or not (response.status_code == 429 or response.status_code >= 500):
-                return _answer(response, time.perf_counter() - start)
-            said = f"HTTP {response.status_code}: {first_words(response.content)}"
-        raise EngineError(
-            f"the server stopped answering at {question.about} ({said}; {self.patience.tries} tries)",
-            "see the server's log (out of memory: a smaller --k, or --max-num-batched-tokens 2048) and start it again; "
-            "run the same command again: it goes on from there",
-        )
 
-    async def _post(self, question: Question) -> httpx.Response:
+        def in_trouble(answer: Answer) -> bool:
+            return not any_status and (answer.status == 429 or answer.status >= 500)
+
+        trying = AsyncRetrying(
+            retry=retry_if_exception_type(httpx.RequestError) | retry_if_result(in_trouble),
+            wait=wait_exponential(self.patience.wait),
+            stop=stop_after_attempt(self.patience.tries),
+            retry_error_callback=lambda state: _give_up(question, state),
+        )
+        return await trying(self._post, question)
+
+    async def _post(self, question: Question) -> Answer:
         left = asyncio.Event()
 
         async def trace(event: str, _: object) -> None:
@@ -201,11 +155,18 @@ class _Asking:
                 left.set()
 
         self.leaving.add(left)
+        start = time.perf_counter()
         try:
-            return await self.client.post(question.path, content=question.body, extensions={"trace": trace})
+            response = await self.client.post(question.path, content=question.body, extensions={"trace": trace})
         finally:
             left.set()
             self.leaving.discard(left)
+        return Answer(
+            status=response.status_code,
+            content=response.content,
+            wire_bytes=response.num_bytes_downloaded,
+            seconds=time.perf_counter() - start,
+        )
 
     async def close(self, tasks: Iterable[asyncio.Task[Read]]) -> None:
         """Give up what is still under way."""
@@ -215,23 +176,55 @@ class _Asking:
         await self.client.aclose()
 
 
-def _answer(response: httpx.Response, seconds: float) -> Answer:
-    return Answer(
-        status=response.status_code,
-        content=response.content,
-        wire_bytes=response.num_bytes_downloaded,
-        seconds=seconds,
+def _give_up(question: Question, state: RetryCallState) -> Answer:
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    if error is None:
+        answer: Answer = state.outcome.result()
+        trouble = f"HTTP {answer.status}: {first_words(answer.content)}"
+    else:
+        trouble = type(error).__name__
+    raise EngineError(
+        f"the server stopped answering at {question.about} ({trouble}; {state.attempt_number} tries)",
+        "see the server's log (out of memory: a smaller --k, or --max-num-batched-tokens 2048) and start it again; "
+        "run the same command again: it goes on from there",
     )
+
+
+# ---- a server's refusals ---------------------------------------------------------------------------------------------
+
+
+def check_status(answer: Answer, row: Row, wanted: int) -> None:
+    """Refuse anything but an answer, with the server's own first words and what to do.
+
+    Args:
+        wanted: log-probabilities a position that were asked for.
+    """
+    if answer.status == 200:
+        return
+    words = first_words(answer.content)
+    cap = _CAP.search(words)
+    if answer.status == 400 and cap and "logprob" in words:
+        raise EngineError(
+            f"the server gives at most {cap[1] or cap[2]} log-probabilities a position, {wanted} are asked for",
+            f"start it with --max-logprobs {wanted} (or -1), or ask for fewer with --k",
+        )
+    about = f"the server refuses row {row.index} ({len(row.ids_T)} tokens, {wanted} ids): HTTP {answer.status}: {words}"
+    if answer.status in (401, 403):
+        raise EngineError(about, "put the server's key into the environment variable OPENAI_API_KEY")
+    if "context" in words:
+        raise EngineError(about, f"start the server with a context of {len(row.ids_T) + NEW_TOKENS} or more")
+    raise EngineError(about, "check the server's log, its vocabulary, and that it allows prompt log-probabilities")
 
 
 def first_words(content: bytes) -> str:
     """The beginning of a server's error message, on one line, without what looks like an address or a path."""
     try:
-        told = json.loads(content)
+        message = json.loads(content)
     except ValueError:
-        told = content.decode(errors="replace")
+        message = content.decode(errors="replace")
     for key in ("error", "message", "detail"):
-        told = told.get(key, told) if isinstance(told, dict) else told
-    words = [word for word in str(told).split() if "://" not in word and not word.lstrip("('\"`[").startswith("/")]
+        message = message.get(key, message) if isinstance(message, dict) else message
+    words = [word for word in str(message).split() if "://" not in word and not word.lstrip("('\"`[").startswith("/")]
     line = " ".join(words)
     return line if len(line) <= WORDS else f"{line[:WORDS]}..."

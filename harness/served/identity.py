@@ -67,14 +67,14 @@ class ServedWeights:
     compute_dtype: str = UNKNOWN
 
 
-def settings(told: Any, places: Mapping[str, tuple[str, ...]]) -> dict[str, Setting]:
-    """The named settings of a server's configuration ``told``; all of them `UNKNOWN` where it is None."""
-    return {name: _setting(told, name, where) for name, where in places.items()}
+def settings(info: Any, places: Mapping[str, tuple[str, ...]]) -> dict[str, Setting]:
+    """The named settings of a server's configuration ``info``; all of them `UNKNOWN` where it is None."""
+    return {name: _setting(info, name, where) for name, where in places.items()}
 
 
-def _setting(told: Any, name: str, places: tuple[str, ...]) -> Setting:
+def _setting(info: Any, name: str, places: tuple[str, ...]) -> Setting:
     for place in places:
-        there, value = look_up(told, place)
+        there, value = look_up(info, place)
         if there and value is None and name in NULL_IS_TOLD:
             return None
         if there and isinstance(value, str | int | float | bool):
@@ -82,15 +82,15 @@ def _setting(told: Any, name: str, places: tuple[str, ...]) -> Setting:
     return UNKNOWN
 
 
-def look_up(told: Any, place: str) -> tuple[bool, Any]:
+def look_up(info: Any, place: str) -> tuple[bool, Any]:
     """Whether ``a.b.c`` is in nested dictionaries, and what is there; below a null there is null."""
     for depth, part in enumerate(place.split(".")):
-        if told is None and depth > 0:
+        if info is None and depth > 0:
             return True, None
-        if not isinstance(told, dict) or part not in told:
+        if not isinstance(info, dict) or part not in info:
             return False, None
-        told = told[part]
-    return True, told
+        info = info[part]
+    return True, info
 
 
 def base_name(path: str) -> str:

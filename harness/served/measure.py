@@ -25,10 +25,11 @@ from harness.measure.teacher import Yardstick, find_yardstick, load_teacher
 from harness.progress import phase
 from harness.served.checks_server import load_of
 from harness.served.connect import connect
-from harness.served.floor import Question, floor_of, require_same_weights
+from harness.served.floor import Lane, floor_of, require_same_weights
 from harness.served.identity import ServedWeights
+from harness.served.known_ids import AskedIds, ask_of
 from harness.served.preflight import check_row, check_served
-from harness.served.score import AskedIds, ask_of, receipt_extras, score_served
+from harness.served.score import receipt_extras, score_served
 from harness.served.seam import ServedEngine, ServedRow
 from harness.store import folder_lock
 from harness.types import UNKNOWN, Check, Row
@@ -246,14 +247,14 @@ def _scoring(run: _Run, capture: Capture) -> dict[str, Any]:
     if request.role == "floor":
         require_same_weights(run.name, capture.identity.weights_sha256, run.engine.identity.weights_sha256)
         return asked
-    question = Question(
+    lane = Lane(
         panel_sha256=run.yardstick.panel.sha256,
         rows=len(run.yardstick.rows),
         identity=run.engine.identity,
         teacher_sha256=capture.identity.weights_sha256,
         scoring=asked,
     )
-    floor = floor_of(request.floor, run.folder, question)
+    floor = floor_of(request.floor, run.folder, lane)
     return asked if floor is None else asked | {"floor": floor}
 
 

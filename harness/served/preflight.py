@@ -55,7 +55,7 @@ def check_served(
     Raises:
         EngineError, ScoreError: with row, position and repair.
     """
-    found = []
+    checks = []
     for finding in examine(
         engine,
         rows,
@@ -67,8 +67,8 @@ def check_served(
     ):
         if finding.refusal:
             raise finding.refusal
-        found.append(finding.check)
-    return found
+        checks.append(finding.check)
+    return checks
 
 
 def check_row(row: Row, answer: ServedRow, *, k: int, vocab_size: int | None, software: str = UNKNOWN) -> None:
@@ -92,7 +92,7 @@ def examine(
     load: Load | None = None,
 ) -> Iterator[Finding]:
     """`check_served` check by check, going on after a refusal as far as the server answers at all."""
-    told, probe = engine.capabilities, Probe(engine, rows, k, vocab_size)
+    can, probe = engine.capabilities, Probe(engine, rows, k, vocab_size)
     before = load() if load else None
     yield from _each(_about_server(engine, rows, k, vocab_size or tokenizer_size))
     gate = list(_until_refused(_about_shape(probe, k, vocab_size)))
@@ -100,17 +100,17 @@ def examine(
     if gate[-1].refusal:
         return
     yield from _each(_about_answer(probe, vocab_size, tokenizer_size, teacher_nll_T))
-    yield from _each(_about_pairs(probe, told.software, server.chunk_of(engine.identity)))
-    yield _finding("asked ids", lambda: _check_asked(probe, told))
-    yield _finding("prefix cache", lambda: server.check_cached(probe.given, told.software))
+    yield from _each(_about_pairs(probe, can.software, server.chunk_of(engine.identity)))
+    yield _finding("asked ids", lambda: _check_asked(probe, can))
+    yield _finding("prefix cache", lambda: server.check_cached(probe.given, can.software))
     yield _finding("load", lambda: server.check_alone(before, load() if load else None))
 
 
 def _about_server(engine: ServedEngine, rows: Sequence[Row], k: int, vocab_size: int | None) -> Iterator[_Step]:
-    told = engine.capabilities
-    yield "k within the server's cap", partial(server.check_cap, told, k)
-    yield "rows fit the server's context", partial(server.check_context, told, rows)
-    yield "speculative decoding is off", partial(server.check_speculative, engine.identity, told.software)
+    can = engine.capabilities
+    yield "k within the server's cap", partial(server.check_cap, can, k)
+    yield "rows fit the server's context", partial(server.check_context, can, rows)
+    yield "speculative decoding is off", partial(server.check_speculative, engine.identity, can.software)
     yield "the server's memory", partial(server.check_memory, rows, vocab_size)
 
 
@@ -130,7 +130,7 @@ def _about_answer(
     yield "targets agree with the lists", partial(answers.check_target, row, first)
     yield "NLL is a language model's", partial(answers.check_language_model, first, size)
     yield "NLL at shift 0 is the lowest", partial(answers.check_position, row, first)
-    yield "logits dtype", partial(answers.grid, first)
+    yield "logits dtype", partial(answers.check_logits_grid, first)
     if teacher_nll_T is not None:
         yield "NLL follows the teacher's", partial(answers.check_teacher, first, teacher_nll_T)
 
@@ -173,7 +173,7 @@ def _answers(probe: Probe) -> Check:
 
 
 def _check_repeat(probe: Probe, software: str) -> Check:
-    """r0, a row with the same beginning, r0 again (FAULTS A 33, A 34)."""
+    """r0, a row with the same beginning, r0 again."""
     repair = f"start the server with {server.option(software, 'cache')}"
     first = probe.first
     try:
@@ -193,7 +193,7 @@ def _check_repeat(probe: Probe, software: str) -> Check:
 
 
 def _check_temperature(probe: Probe) -> Check:
-    """FAULTS A 36."""
+    """A server that scales log-probabilities by sampling parameters is found out."""
     return pairs.check_same(
         probe.first,
         probe.warm,
@@ -223,7 +223,7 @@ def _check_seams(probe: Probe, chunk: int | None) -> Check:
 
 
 def _check_among(probe: Probe) -> Check:
-    """FAULTS A 40: what else is in the batch."""
+    """What else is in the batch must not move a number."""
     return pairs.check_same(
         probe.whole,
         probe.among,
@@ -233,8 +233,8 @@ def _check_among(probe: Probe) -> Check:
     )
 
 
-def _check_asked(probe: Probe, told: Capabilities) -> Check:
-    """Where the server scores ids of our choice, it scores all of them, at their positions (FAULTS A 20)."""
-    if not told.fixed_ids:
-        return Check(name="ids of our choice", passed=True, figure="not served: top k only", note=told.note)
+def _check_asked(probe: Probe, can: Capabilities) -> Check:
+    """Where the server scores ids of our choice, it scores all of them, at their positions."""
+    if not can.fixed_ids:
+        return Check(name="ids of our choice", passed=True, figure="not served: top k only", note=can.note)
     return answers.check_asked(probe.row, probe.first, probe.asked.asked_TM)

@@ -2,6 +2,9 @@
 
 They are a probe row, a row with the same beginning, the probe again, the probe at another temperature, a whole row,
 that row without a few tokens, that row among others, and the probe with ids of our choice.
+
+A server whose model is known only by what it serves is sent text of a panel in its own tokens. Only checks use such
+rows: what is measured are a sealed panel's ids, never text.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ LEAST = 8
 WARM = 2.0
 #: Tokens left out of the moved row, after the ones that stay: a token that begins every text must stay.
 KEPT, DROPPED = 4, 7
+#: Tokens of a row made of text: one edge of a chunk of 256 lies in it, and a CPU takes seconds for it.
+LENGTH = 512
 
 
 class Probe:
@@ -88,22 +93,17 @@ class Probe:
         self, rows: list[Row], temperature: float = 0.0, ask: Ask | None = None, checked: bool = True
     ) -> list[ServedRow]:
         """Send rows together; but for the first answer, which is looked at check by check, each must be whole."""
-        got = list(self._engine.run(rows, k=self._k, ask=ask, temperature=temperature))
-        if len(got) != len(rows):
-            raise EngineError(f"{len(rows)} rows were sent, {len(got)} answers came", "see the server's log")
-        self.given += got
-        for row, answer in zip(rows, got, strict=True):
+        answers = list(self._engine.run(rows, k=self._k, ask=ask, temperature=temperature))
+        if len(answers) != len(rows):
+            raise EngineError(f"{len(rows)} rows were sent, {len(answers)} answers came", "see the server's log")
+        self.given += answers
+        for row, answer in zip(rows, answers, strict=True):
             if checked:
                 check_whole(row, answer, self._k, self._vocab_size)
-        return got
+        return answers
 
 
-# Rows for checks on a server whose model is known only by what it serves: text of a panel, in the server's own tokens.
-#
-# Only checks use such rows. What is measured are a sealed panel's ids, never text.
-
-#: Tokens of such a row: one edge of a chunk of 256 lies in it, and a CPU takes seconds for it.
-LENGTH = 512
+# ---- rows where no teacher is named ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +125,12 @@ def rows_for(server: Server, panel: Path | None, example: Path) -> ProbeRows:
         return _sealed(panel, "as its default seal has them; the served model must be of that tokenizer")
     texts = sorted((example / "text").glob("prose-*.txt"))
     length = min(LENGTH, server.context - 1) if server.context else LENGTH
-    rows = [_tokenized(server, path, index, length) for index, path in enumerate(texts)]
-    found = [row for row in rows if row is not None]
-    if found and len(found) == len(rows):
-        source = (
-            f"text of {example.name} in the server's own tokens, {', '.join(str(len(r.ids_T)) for r in found)} of them"
-        )
-        return ProbeRows(rows=found, source=source, tokenizer_size=None)
+    made = [_tokenized(server, path, index, length) for index, path in enumerate(texts)]
+    rows = [row for row in made if row is not None]
+    if rows and len(rows) == len(made):
+        counts = ", ".join(str(len(row.ids_T)) for row in rows)
+        source = f"text of {example.name} in the server's own tokens, {counts} of them"
+        return ProbeRows(rows=rows, source=source, tokenizer_size=None)
     return _sealed(
         example, "for the server tells no tokens (/tokenize): checks of the NLL mean something only if it fits"
     )

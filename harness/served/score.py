@@ -6,6 +6,10 @@ distribution give an unbiased estimate of what the bound leaves out. ``kl`` is t
 
 What an answer does not tell is NaN, or -1 for ids and ranks, never a number. A log-probability of -inf means that the
 server did not observe the id: it belongs to the tail. NaN where a number was due makes the position invalid.
+
+A receipt gets how much of the teacher was known and what the known part cannot say beside the numbers of every
+measurement. The standard error of the estimate is that of drawing the ids, with the panel held fixed; its interval
+resamples the panel's unit and holds both.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ from harness.served.known_ids import (
     AskedIds,
     Choice,
     Known,
-    ask_of,
     choice_of,
     known_of_asked,
     known_of_list,
@@ -36,8 +39,6 @@ from harness.served.seam import ServedRow
 from harness.stats.bootstrap import mean_kl_interval
 from harness.stats.influence import group_totals
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
-
-__all__ = ["EXTRA_DTYPES", "AskedIds", "ask_of", "score_served"]
 
 #: More probability than this on known ids is no rounding: the server's numbers are not of one distribution.
 EXCESS = 1e-3
@@ -58,6 +59,10 @@ EXTRA_DTYPES: Mapping[str, str] = {
     "kl_tail_estimate": "float64",
     "kl_tail_se": "float64",
 }
+
+
+#: Means that are given an interval of their own beside the bound's.
+_MEANS = ("kl_capped", "kl_tail_estimate")
 
 
 def score_served(
@@ -205,16 +210,7 @@ def _estimate(known: Known, asked: AskedIds | None, answer: ServedRow) -> tuple[
     return np.where(whole, total, np.nan), np.where(whole, tail.standard_error, np.nan)
 
 
-# What a lower bound adds to a receipt: how much of the teacher was known, and what the known part cannot say.
-#
-# Numbers that a server does not give (total variation, the reverse divergence, ...) are withheld by
-# `harness.measure.summary`.
-# The estimate's standard error is that of drawing the ids, with the panel held fixed; its interval resamples the
-# panel's
-# unit and holds both.
-
-#: Means that are given an interval of their own beside the bound's.
-_MEANS = ("kl_capped", "kl_tail_estimate")
+# ---- what a lower bound adds to a receipt ----------------------------------------------------------------------------
 
 
 class Positions(Protocol):
@@ -289,7 +285,7 @@ def served_intervals(columns: Mapping[str, np.ndarray], row_N: np.ndarray, panel
     out = {}
     for name in _MEANS:
         if np.isfinite(columns[name]).all():
-            found = mean_kl_interval(group_totals(columns[name], labels[row_N]), unit=panel.unit).bounds()
-            if found is not None:
-                out[f"{name}_mean"] = Interval(**found)
+            bounds_of_mean = mean_kl_interval(group_totals(columns[name], labels[row_N]), unit=panel.unit).bounds()
+            if bounds_of_mean is not None:
+                out[f"{name}_mean"] = Interval(**bounds_of_mean)
     return out

@@ -1,7 +1,8 @@
 """What crosses between a served engine and the harness: capabilities, what is asked, and what a row's answer holds.
 
 A served engine gives log-probabilities of some ids, never a whole vocabulary. Every array has an entry for each scored
-position ``t`` of ``0 .. T - 2``, which predicts token ``t + 1``; log-probabilities are natural, at temperature 1.
+position ``t`` of ``0 .. T - 2``, which predicts token ``t + 1``: it is the entry that a server gives for prompt token
+``t + 1``. Log-probabilities are natural, at temperature 1.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ import msgspec
 import numpy as np
 
 from harness.errors import EngineError
+from harness.measure.preflight import check_ids
 from harness.types import EngineIdentity, Row
 
+Form = TypeVar("Form")
+
+#: vLLM writes -9999 for -inf, SGLang the lowest float32; nothing a model computes is that low.
+MINUS_INFINITY = -9999.0
 #: Ids to be scored at each position of a row: int32 ``[T - 1, M]``, -1 where a slot is unused.
 Ask = Callable[[Row], np.ndarray]
 
@@ -83,15 +89,7 @@ class ServedEngine(Protocol):
     ) -> Iterator[ServedRow]: ...
 
 
-# What answers of both servers have in common: typed JSON, sentinels, and top lists in order.
-#
-# Position ``t`` predicts token ``t + 1``; the entry a server gives for prompt token ``t + 1`` is that of position
-# ``t``.
-
-Form = TypeVar("Form")
-
-#: vLLM writes -9999 for -inf, SGLang the lowest float32; nothing a model computes is that low.
-IMPOSSIBLE = -9999.0
+# ---- what answers of both servers have in common ---------------------------------------------------------------------
 
 
 def decode(content: bytes, form: msgspec.json.Decoder[Form], row: Row) -> Form:
@@ -113,7 +111,7 @@ def decode(content: bytes, form: msgspec.json.Decoder[Form], row: Row) -> Form:
 
 
 def _constant(name: str) -> float | None:
-    return IMPOSSIBLE if name == "-Infinity" else None
+    return MINUS_INFINITY if name == "-Infinity" else None
 
 
 def _not_documented(row: Row, how: str) -> EngineError:
@@ -125,6 +123,16 @@ def refused(row: Row, what: str, repair: str, *, position: int | None = None) ->
     """The error about an answer: which row, which position, what is wrong, and what to do."""
     where = f"row {row.index}" if position is None else f"row {row.index}, position {position}"
     return EngineError(f"{where}: {what}", repair)
+
+
+def tokens_run(row: Row, echoed_ids_T: np.ndarray) -> np.ndarray:
+    """The ids that a server says it ran, int32, which must be the row's.
+
+    Raises:
+        EngineError: they are not, or not as many.
+    """
+    check_ids(row, echoed_ids_T)
+    return echoed_ids_T.astype(np.int32)
 
 
 def clean(values: np.ndarray, used: np.ndarray, row: Row, what: str) -> np.ndarray:
@@ -146,7 +154,7 @@ def clean(values: np.ndarray, used: np.ndarray, row: Row, what: str) -> np.ndarr
             "its logits are not finite there: check the weights, the dtype and the KV cache's dtype",
             position=at,
         )
-    return np.where(used & (values <= IMPOSSIBLE), -np.inf, values)
+    return np.where(used & (values <= MINUS_INFINITY), -np.inf, values)
 
 
 def best_first(ids_TW: np.ndarray, logprobs_TW: np.ndarray, ranks_TW: np.ndarray, k: int) -> tuple[np.ndarray, ...]:

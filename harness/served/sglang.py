@@ -1,7 +1,9 @@
-"""SGLang's answers of ``/generate`` as arrays.
+"""An SGLang server over HTTP: rows through its own ``/generate``, which takes token ids and tells the top k.
 
-The first token's log-probability is null and the sampled token's row is dropped, so T tokens have T - 1 numbers. The
-next token is not added to the top lists. Their flat form is a matrix in base64; whatever that cannot hold comes nested.
+Its ``token_ids_logprob`` is one list for all positions of a request, so ids of our choice a position cannot be asked.
+In an answer the first token's log-probability is null and the sampled token's row is dropped, so T tokens have T - 1
+numbers. The next token is not added to the top lists. Their flat form is a matrix in base64; whatever that cannot hold
+comes nested.
 """
 
 from __future__ import annotations
@@ -15,17 +17,109 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from harness.measure.preflight import check_ids
 from harness.served.address import Server, get_json
-from harness.served.http import NEW_TOKENS, Answer, Patience, Question, check_context, check_status, in_order
+from harness.served.checks_server import check_context
+from harness.served.http import NEW_TOKENS, Answer, Line, Question, check_status
 from harness.served.identity import SGLANG, ServedWeights, Setting, base_name, identity, plain_dtype, settings
-from harness.served.seam import Ask, Capabilities, ServedRow, best_first, clean, decode, refused
+from harness.served.seam import Ask, Capabilities, ServedRow, best_first, clean, decode, refused, tokens_run
 from harness.types import UNKNOWN, EngineIdentity, Row
 
+GENERATE = "/generate"
+NO_FIXED_IDS = "token_ids_logprob is one list for a whole request, not one a position; using top_logprobs_num"
 _VERSION = "check that this is an SGLang server, and its version"
 _ASKED = "see that the server supports return_logprob with logprob_start_len 0"
 _VALUES = ("float32", "float64")
 _IDS = ("int32", "int64")
+
+
+def connect_sglang(server: Server, line: Line, weights: ServedWeights) -> SglangServer:
+    """Read what a server tells of itself."""
+    info = _first_told(server, "/server_info", "/get_server_info")
+    model = _first_told(server, "/model_info", "/get_model_info")
+    version = str(info.get("version", UNKNOWN))
+    context = server.context or info.get("context_length")
+    return SglangServer(
+        line=line,
+        capabilities=Capabilities(
+            software="sglang",
+            version=version,
+            model=base_name(server.model),
+            context=context if isinstance(context, int) else None,
+            max_logprobs=-1,  # SGLang checks none
+            fixed_ids=False,
+            note=NO_FIXED_IDS,
+        ),
+        identity=identity(
+            "sglang",
+            version,
+            str(model.get("model_path") or info.get("model_path") or server.model),
+            weights=weights,
+            compute_dtype=plain_dtype(info.get("dtype")),
+            device=UNKNOWN,  # it tells no product name
+            told=_settings(info),
+        ),
+    )
+
+
+def _first_told(server: Server, *paths: str) -> dict[str, Any]:
+    """What the server tells at the first of these paths that it has; nothing where it has none."""
+    for path in paths:
+        content = get_json(f"{server.base}{path}")
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _settings(info: dict[str, Any]) -> dict[str, Setting]:
+    """The named settings; the prefix cache is told by what switches it off."""
+    off = info.get("disable_radix_cache")
+    return {**settings(info, SGLANG), "prefix_cache": not off if isinstance(off, bool) else UNKNOWN}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangServer:
+    """A server that told of itself; see `harness.served.seam.ServedEngine`."""
+
+    line: Line
+    capabilities: Capabilities
+    identity: EngineIdentity
+
+    def run(
+        self, rows: Sequence[Row], *, k: int, ask: Ask | None = None, temperature: float = 0.0
+    ) -> Iterator[ServedRow]:
+        """Rows with their targets and the server's top ``k``.
+
+        Raises:
+            EngineError: at once where a row is longer than the context; see the seam.
+        """
+        if k < 0 or ask is not None:
+            raise ValueError("k is 0 or more; SGLang scores no chosen ids (capabilities.fixed_ids)")
+        check_context(self.capabilities, rows)
+
+        def read(number: int, answer: Answer) -> ServedRow:
+            check_status(answer, rows[number], k)
+            return read_generated(rows[number], answer, k)
+
+        return self.line.in_order((generation_of(row, k, temperature) for row in rows), read)
+
+
+def generation_of(row: Row, k: int, temperature: float) -> Question:
+    """The question for a row's targets and top ``k``, the lists as matrices where the server has that form."""
+    body = {
+        "input_ids": np.asarray(row.ids_T).tolist(),
+        "sampling_params": {"temperature": temperature, "max_new_tokens": NEW_TOKENS},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": k,
+        "return_text_in_logprobs": False,
+        "return_flat_raw_top_logprobs": True,
+        "return_flat_raw_top_logprobs_b64": True,
+        "stream": False,
+    }
+    return Question(path=GENERATE, body=msgspec.json.encode(body), about=f"row {row.index}")
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 class Token(msgspec.Struct, array_like=True, gc=False):
@@ -96,8 +190,7 @@ def _echoed(row: Row, told: list[int], top_TK: np.ndarray) -> np.ndarray:
     if len(ours_T) == len(told_T):
         last = max(int(ours_T.max()), int(top_TK.max(initial=0)))
         told_T = np.where((told_T == 0) & (ours_T == last), last, told_T)
-    check_ids(row, told_T)
-    return told_T.astype(np.int32)
+    return tokens_run(row, told_T)
 
 
 def read_top(row: Row, meta: Meta, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -163,108 +256,9 @@ def _nested(row: Row, meta: Meta, k: int) -> tuple[np.ndarray, np.ndarray]:
         raise refused(row, f"{len(lists)} top lists for {count + 1} tokens, of which the first has none", _ASKED)
     ids_TW, values_TW = np.full((count, k), -1, np.int64), np.full((count, k), np.nan)
     for t, raw in enumerate(lists[1:]):
-        found = decode(raw, _POSITION, row) or []
-        if not 0 < len(found) <= k:
-            raise refused(row, f"{len(found)} top ids, {k} were asked for", _ASKED, position=t)
-        ids_TW[t, : len(found)] = [token.id for token in found]
-        values_TW[t, : len(found)] = [token.logprob for token in found]
+        top = decode(raw, _POSITION, row) or []
+        if not 0 < len(top) <= k:
+            raise refused(row, f"{len(top)} top ids, {k} were asked for", _ASKED, position=t)
+        ids_TW[t, : len(top)] = [token.id for token in top]
+        values_TW[t, : len(top)] = [token.logprob for token in top]
     return ids_TW, values_TW
-
-
-# An SGLang server over HTTP: rows through its own ``/generate``, which takes token ids and tells the top k.
-#
-# Its ``token_ids_logprob`` is one list for all positions of a request, so ids of our choice a position cannot be asked.
-
-GENERATE = "/generate"
-NO_FIXED_IDS = "token_ids_logprob is one list for a whole request, not one a position; using top_logprobs_num"
-
-
-def connect_sglang(server: Server, *, concurrency: int, patience: Patience, weights: ServedWeights) -> SglangServer:
-    """Read what a server tells of itself."""
-    told = _first_told(server, "/server_info", "/get_server_info")
-    model = _first_told(server, "/model_info", "/get_model_info") or {}
-    version = str((told or {}).get("version", UNKNOWN))
-    context = server.context or (told or {}).get("context_length")
-    return SglangServer(
-        server=server,
-        concurrency=concurrency,
-        patience=patience,
-        capabilities=Capabilities(
-            software="sglang",
-            version=version,
-            model=base_name(server.model),
-            context=context if isinstance(context, int) else None,
-            max_logprobs=-1,  # SGLang checks none
-            fixed_ids=False,
-            note=NO_FIXED_IDS,
-        ),
-        identity=identity(
-            "sglang",
-            version,
-            str(model.get("model_path") or (told or {}).get("model_path") or server.model),
-            weights=weights,
-            compute_dtype=plain_dtype((told or {}).get("dtype")),
-            device=UNKNOWN,  # it tells no product name
-            told=_settings(told),
-        ),
-    )
-
-
-def _first_told(server: Server, *paths: str) -> dict[str, Any] | None:
-    for path in paths:
-        told = get_json(f"{server.base}{path}")
-        if isinstance(told, dict):
-            return told
-    return None
-
-
-def _settings(told: dict[str, Any] | None) -> dict[str, Setting]:
-    """The named settings; the prefix cache is told by what switches it off."""
-    off = (told or {}).get("disable_radix_cache")
-    return {**settings(told, SGLANG), "prefix_cache": not off if isinstance(off, bool) else UNKNOWN}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangServer:
-    """A server that told of itself; see `harness.served.seam.ServedEngine`."""
-
-    server: Server
-    concurrency: int
-    patience: Patience
-    capabilities: Capabilities
-    identity: EngineIdentity
-
-    def run(
-        self, rows: Sequence[Row], *, k: int, ask: Ask | None = None, temperature: float = 0.0
-    ) -> Iterator[ServedRow]:
-        """Rows with their targets and the server's top ``k``.
-
-        Raises:
-            EngineError: at once where a row is longer than the context; see the seam.
-        """
-        if k < 0 or ask is not None:
-            raise ValueError("k is 0 or more; SGLang scores no chosen ids (capabilities.fixed_ids)")
-        check_context(rows, self.capabilities.context, "--context-length")
-
-        def read(number: int, answer: Answer) -> ServedRow:
-            check_status(answer, rows[number], k)
-            return read_generated(rows[number], answer, k)
-
-        questions = (generation_of(row, k, temperature) for row in rows)
-        return in_order(self.server.base, questions, read, concurrency=self.concurrency, patience=self.patience)
-
-
-def generation_of(row: Row, k: int, temperature: float) -> Question:
-    """The question for a row's targets and top ``k``, the lists as matrices where the server has that form."""
-    body = {
-        "input_ids": np.asarray(row.ids_T).tolist(),
-        "sampling_params": {"temperature": temperature, "max_new_tokens": NEW_TOKENS},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "top_logprobs_num": k,
-        "return_text_in_logprobs": False,
-        "return_flat_raw_top_logprobs": True,
-        "return_flat_raw_top_logprobs_b64": True,
-        "stream": False,
-    }
-    return Question(path=GENERATE, body=msgspec.json.encode(body), about=f"row {row.index}")

@@ -16,18 +16,8 @@ import numpy as np
 
 from harness.errors import EngineError
 from harness.served.address import Server, get_json
-from harness.served.http import (
-    NEW_TOKENS,
-    Answer,
-    Patience,
-    Question,
-    ask,
-    check_cap,
-    check_context,
-    check_status,
-    first_words,
-    in_order,
-)
+from harness.served.checks_server import check_cap, check_context
+from harness.served.http import NEW_TOKENS, Answer, Line, Question, check_status, first_words
 from harness.served.identity import VLLM, ServedWeights, base_name, identity, look_up, plain_dtype, settings
 from harness.served.seam import Ask, Capabilities, ServedRow
 from harness.served.vllm_answers import read_completion, read_generated, with_targets
@@ -38,21 +28,20 @@ GENERATE = "/inference/v1/generate"
 _INSTEAD = "using prompt_logprobs"
 
 
-def connect_vllm(server: Server, *, concurrency: int, patience: Patience, weights: ServedWeights) -> VllmServer:
+def connect_vllm(server: Server, line: Line, weights: ServedWeights) -> VllmServer:
     """Probe a server, with one small row where that is needed.
 
     Raises:
         EngineError: it stopped answering.
     """
-    told = get_json(f"{server.base}/server_info?config_format=json")
-    fixed_ids, note = _probe_fixed_ids(server, patience)
-    _, cap = look_up(told, "vllm_config.model_config.max_logprobs")
-    _, dtype = look_up(told, "vllm_config.model_config.dtype")
-    _, gpu = look_up(told, "system_env.nvidia_gpu_models")
+    info = get_json(f"{server.base}/server_info?config_format=json")
+    fixed_ids, note = _probe_fixed_ids(line, server.model)
+    _, cap = look_up(info, "vllm_config.model_config.max_logprobs")
+    _, dtype = look_up(info, "vllm_config.model_config.dtype")
+    _, gpu = look_up(info, "system_env.nvidia_gpu_models")
     return VllmServer(
-        server=server,
-        concurrency=concurrency,
-        patience=patience,
+        line=line,
+        model=server.model,
         capabilities=Capabilities(
             software="vllm",
             version=server.version,
@@ -69,18 +58,17 @@ def connect_vllm(server: Server, *, concurrency: int, patience: Patience, weight
             weights=weights,
             compute_dtype=plain_dtype(dtype),
             device=" ".join(str(gpu).split()) if gpu else UNKNOWN,
-            told=settings(told, VLLM),
+            told=settings(info, VLLM),
         ),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServer:
-    """A probed server; see `harness.served.seam.ServedEngine`."""
+    """A probed server; see `harness.served.seam.ServedEngine`. ``model`` is the name it is served under."""
 
-    server: Server
-    concurrency: int
-    patience: Patience
+    line: Line
+    model: str
     capabilities: Capabilities
     identity: EngineIdentity
 
@@ -94,8 +82,8 @@ class VllmServer:
         """
         if k < 0 or (ask is not None and not self.capabilities.fixed_ids):
             raise ValueError("k is 0 or more; ask needs a server that scores chosen ids (capabilities.fixed_ids)")
-        check_context(rows, self.capabilities.context, "--max-model-len")
-        check_cap(k, self.capabilities.max_logprobs)
+        check_context(self.capabilities, rows)
+        check_cap(self.capabilities, k)
         return self._completions(rows, k, temperature) if ask is None else self._chosen(rows, k, ask, temperature)
 
     def _completions(self, rows: Sequence[Row], k: int, temperature: float) -> Iterator[ServedRow]:
@@ -103,8 +91,7 @@ class VllmServer:
             check_status(answer, rows[number], k)
             return read_completion(rows[number], answer, k)
 
-        questions = (completion_of(self.server.model, row, k, temperature) for row in rows)
-        return in_order(self.server.base, questions, read, concurrency=self.concurrency, patience=self.patience)
+        return self.line.in_order((completion_of(self.model, row, k, temperature) for row in rows), read)
 
     def _chosen(self, rows: Sequence[Row], k: int, ask: Ask, temperature: float) -> Iterator[ServedRow]:
         # Only those of rows under way: asked ids are as large as answers.
@@ -113,14 +100,14 @@ class VllmServer:
         def questions() -> Iterator[Question]:
             for number, row in enumerate(rows):
                 asked[number] = checked_ask(row, ask(row))
-                yield generation_of(self.server.model, row, asked[number], k, temperature)
+                yield generation_of(self.model, row, asked[number], k, temperature)
 
         def read(number: int, answer: Answer) -> ServedRow:
             asked_TM = asked.pop(number)
             check_status(answer, rows[number], max(k, asked_TM.shape[1] + 1))
             return read_generated(rows[number], answer, asked_TM, k)
 
-        return in_order(self.server.base, questions(), read, concurrency=self.concurrency, patience=self.patience)
+        return self.line.in_order(questions(), read)
 
 
 def completion_of(model: str, row: Row, k: int, temperature: float) -> Question:
@@ -163,20 +150,20 @@ def checked_ask(row: Row, asked_TM: np.ndarray) -> np.ndarray:
     return asked_TM
 
 
-def _probe_fixed_ids(server: Server, patience: Patience) -> tuple[bool, str]:
+def _probe_fixed_ids(line: Line, model: str) -> tuple[bool, str]:
     """Whether chosen ids of a row of three tokens are scored, and the line about why not."""
     row = Row(index=0, ids_T=np.array([1, 2, 3], np.int32), document="probe", domain="probe", sha256="")
     asked_TM = np.array([[1, -1], [0, 2]], np.int32)
-    answer = ask(server.base, generation_of(server.model, row, asked_TM, 1, 0.0), patience, any_status=True)
-    said = f"POST {GENERATE} answers {answer.status}"
+    answer = line.ask(generation_of(model, row, asked_TM, 1, 0.0))
+    status = f"POST {GENERATE} answers {answer.status}"
     if answer.status == 403:
-        return False, f"{said}: started without --enable-scale-out; {_INSTEAD}"
+        return False, f"{status}: started without --enable-scale-out; {_INSTEAD}"
     if answer.status in (404, 405):
-        return False, f"{said}: this version does not have it; {_INSTEAD}"
+        return False, f"{status}: this version does not have it; {_INSTEAD}"
     if answer.status != 200:
-        return False, f"{said}: {first_words(answer.content)}; {_INSTEAD}"
+        return False, f"{status}: {first_words(answer.content)}; {_INSTEAD}"
     try:
         read_generated(row, answer, asked_TM, 1)
     except EngineError as error:
-        return False, f"{said}, but {error.what.removeprefix('row 0: ')}; {_INSTEAD}"
+        return False, f"{status}, but {error.what.removeprefix('row 0: ')}; {_INSTEAD}"
     return True, ""

@@ -13,9 +13,8 @@ import io
 import msgspec
 import numpy as np
 
-from harness.measure.preflight import check_ids
 from harness.served.http import Answer
-from harness.served.seam import ServedRow, best_first, clean, decode, refused
+from harness.served.seam import ServedRow, best_first, clean, decode, refused, tokens_run
 from harness.types import Row
 
 _POSITIONS = "see that prompt_logprobs are supported in this version, without streaming"
@@ -118,9 +117,7 @@ def _echoed(row: Row, ids: list[int] | None) -> np.ndarray:
     if ids is None:
         repair = "it must give them on return_token_ids: use vLLM 0.10.2 or newer"
         raise refused(row, "the answer does not tell the ids that were run", repair)
-    echoed_T = np.asarray(ids, dtype=np.int64)
-    check_ids(row, echoed_T)
-    return echoed_T.astype(np.int32)
+    return tokens_run(row, np.asarray(ids, dtype=np.int64))
 
 
 def read_positions(row: Row, positions: list[msgspec.Raw] | None, k: int) -> tuple[np.ndarray, ...]:
@@ -132,13 +129,13 @@ def read_positions(row: Row, positions: list[msgspec.Raw] | None, k: int) -> tup
     if decode(positions[0], _POSITION, row) is not None:
         raise refused(row, "the first token has an entry, and nothing predicts it", "its entries are off by one")
     ids_TW, logprobs_TW, ranks_TW = _arrays(row, positions[1:], k + 1)
-    own_TW = _own(row, ids_TW)
+    target_TW = _targets(row, ids_TW)
     sizes_T = (ids_TW >= 0).sum(axis=1)
     extra_T = sizes_T == k + 1
     _check_sizes(row, sizes_T - extra_T, k)
     logprobs_TW = clean(logprobs_TW, ids_TW >= 0, row, "a token of its list")
-    top_TW = np.where(own_TW & extra_T[:, None], -1, ids_TW)
-    return logprobs_TW[own_TW], *best_first(top_TW, logprobs_TW, ranks_TW, k)
+    top_TW = np.where(target_TW & extra_T[:, None], -1, ids_TW)
+    return logprobs_TW[target_TW], *best_first(top_TW, logprobs_TW, ranks_TW, k)
 
 
 def _arrays(row: Row, positions: list[msgspec.Raw], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -147,30 +144,30 @@ def _arrays(row: Row, positions: list[msgspec.Raw], width: int) -> tuple[np.ndar
     logprobs_TW = np.full(ids_TW.shape, np.nan)
     ranks_TW = np.zeros(ids_TW.shape)
     for t, raw in enumerate(positions):
-        found = decode(raw, _POSITION, row)
-        if found is None:
+        entries = decode(raw, _POSITION, row)
+        if entries is None:
             raise refused(row, "null where the entries of the next token belong", _POSITIONS, position=t)
-        size = len(found)
+        size = len(entries)
         if size > width:
             what = f"{size} ids, {width - 1} and the next token were asked for"
             raise refused(row, what, _VERSION, position=t)
-        ids_TW[t, :size] = list(found)
-        logprobs_TW[t, :size] = [entry.logprob for entry in found.values()]
-        ranks_TW[t, :size] = [entry.rank for entry in found.values()]
+        ids_TW[t, :size] = list(entries)
+        logprobs_TW[t, :size] = [entry.logprob for entry in entries.values()]
+        ranks_TW[t, :size] = [entry.rank for entry in entries.values()]
     if ids_TW.max(initial=0) > np.iinfo(np.int32).max:
         raise refused(row, f"token id {ids_TW.max()}", _VERSION)
     return ids_TW, logprobs_TW, ranks_TW
 
 
-def _own(row: Row, ids_TW: np.ndarray) -> np.ndarray:
+def _targets(row: Row, ids_TW: np.ndarray) -> np.ndarray:
     """Mask of the entries of each position's own next token."""
-    own_TW = ids_TW == np.asarray(row.ids_T[1:])[:, None]
-    absent_T = ~own_TW.any(axis=1)
+    target_TW = ids_TW == np.asarray(row.ids_T[1:])[:, None]
+    absent_T = ~target_TW.any(axis=1)
     if absent_T.any():
         t = int(absent_T.argmax())
         what = f"no entry of the next token {int(row.ids_T[t + 1])}"
         raise refused(row, what, "the server's positions are off by one, or it ran other ids", position=t)
-    return own_TW
+    return target_TW
 
 
 def _check_sizes(row: Row, listed_T: np.ndarray, k: int) -> None:

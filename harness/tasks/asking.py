@@ -74,7 +74,7 @@ def _prompt(instance: Any, encode: Encode, prefix_token: int | None, contexts: d
 
 
 def refuse_long(prompts: Sequence[Prompt], limit: int | None, *, extra: int = 0) -> None:
-    """Refuse, before any compute, prompts longer than the model's context: nothing is ever truncated (FAULTS A 10)."""
+    """Refuse, before any compute, prompts longer than the model's context: nothing is ever truncated."""
     if limit is None:
         return
     long = [prompt for prompt in prompts if prompt.tokens + extra > limit]
@@ -95,7 +95,7 @@ def prompts_digest(prompt_hashes: Sequence[tuple[str, str]]) -> str:
 # Answers as they come, so that a killed run goes on at the first missing one.
 #
 # One JSON line an answer, keyed by a digest of the model, its settings and the prompt: another model's file can answer
-# nothing (FAULTS A 51), and no text of a question is in it.
+# nothing, and no text of a question is in it.
 
 ANSWERS_FILE = "answers.jsonl"
 Answer = tuple[float, bool]

@@ -103,7 +103,7 @@ def evaluate_suite(
 
 
 def first_documents(suite: Suite, loaded: Loaded, limit: int | None) -> dict[str, list[int]]:
-    """The documents of every task that is limited, by number (FAULTS A 59)."""
+    """The documents of every task that is limited, by number."""
     chosen = {}
     for leaf, entry in loaded.entry_of.items():
         most = limit or suite.entry(entry).limit

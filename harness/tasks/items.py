@@ -101,7 +101,7 @@ def _target_index(sample: Mapping[str, Any]) -> int:
 
 
 def _generated(sample: Mapping[str, Any], right: bool, truncated: Truncated | None) -> dict[str, Any]:
-    """A generated answer: wrong, unreadable and cut off are kept apart (FAULTS B 44, B 46)."""
+    """A generated answer: wrong, unreadable and cut off are kept apart."""
     text, read = _first(sample["resps"]), _first(sample["filtered_resps"])
     cut = truncated(text) if truncated is not None else None
     outcome: Outcome = "right" if right else "wrong"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Largest difference between lm-eval's own numbers and ours.
 AGREEMENT = 1e-9
-#: Share of answers that cannot be read from which on a result carries a warning (FAULTS A 68).
+#: Share of answers that cannot be read from which on a result carries a warning.
 UNREADABLE = 0.02
 #: Tokens that lm-eval lets a model generate where a task says nothing.
 DEFAULT_TOKENS = 256
@@ -176,7 +176,7 @@ def _require_agreement(result: TaskResult, stated: Mapping[str, Any], entry: Ent
 
 
 def deviations(run: Circumstances) -> list[str]:
-    """What was done otherwise than the suite says (FAULTS B 47)."""
+    """What was done otherwise than the suite says."""
     found = []
     if run.limit is not None:
         for entry in run.suite.tasks:

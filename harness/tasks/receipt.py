@@ -132,9 +132,9 @@ class TaskReceipt(Strict):
 
 
 def selection(receipt: TaskReceipt, entry: str) -> str:
-    """Which items were asked: ``57 x first 20``, ``all 198`` (FAULTS A 59, B 47: a limit is no sample).
+    """Which items were asked: ``57 x first 20``, ``all 198`` (a limit is no sample).
 
-    Development questions say so: they are not the benchmark that the task's name stands for (FAULTS A 69).
+    Development questions say so: they are not the benchmark that the task's name stands for.
     """
     found, limit = receipt.result(entry), receipt.limit.get(entry)
     if found is None:

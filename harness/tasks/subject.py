@@ -106,7 +106,7 @@ def _locate(request: Request) -> ModelFolder:
 
 
 def model_key(request: Request, subject: Subject) -> dict[str, Any]:
-    """All that an answer depends on besides its prompt (FAULTS A 51): A's answers can never be B's."""
+    """All that an answer depends on besides its prompt: A's answers can never be B's."""
     from harness.tasks.served import public_name
 
     server = subject.server

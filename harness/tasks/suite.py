@@ -101,7 +101,7 @@ class SealedTask(Strict):
 class SuiteLock(Strict):
     """``tasks``: every leaf whose data was there when the suite was sealed; ``unsealed``: the entries that are left.
 
-    ``definitions``: by leaf of those, the digest of what the task asks and how it is scored (FAULTS A 69).
+    ``definitions``: by leaf of those, the digest of what the task asks and how it is scored.
     """
 
     format: Literal["exl3-fidelity/suite-lock/1"] = "exl3-fidelity/suite-lock/1"

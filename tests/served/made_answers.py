@@ -10,7 +10,8 @@ import torch
 
 from harness.capture import Capture, CaptureWriter, open_capture
 from harness.scoring import score_hidden
-from harness.served.score import AskedIds, score_served
+from harness.served.known_ids import AskedIds
+from harness.served.score import score_served
 from harness.served.seam import ServedRow
 from harness.types import Hidden, Logits, Panel, Row, Scores
 from tests.capture.conftest import make_head, make_identity, make_panel

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.errors import EngineError, HarnessError, Refused, ScoreError
-from harness.served.checks_answer import grid
+from harness.served.checks_answer import check_logits_grid
 from harness.served.checks_server import check_cached, requests_at_work
 from harness.served.preflight import Finding, check_row, examine
 from harness.served.seam import ServedRow
@@ -302,7 +302,7 @@ def test_rounded_logits_show(step, power):
     row = ROWS[1]
     answer = Server(on_logits=rounded).answer(row, Request(row.ids_T, 0, 0, 1), 20, None)
     answer = replace(answer, logprobs_TK=answer.logprobs_TK.astype(np.float32).astype(np.float64))
-    figure = grid(answer).figure
+    figure = check_logits_grid(answer).figure
     assert figure.startswith(f"multiples of 2^-{power}: rounded" if power else "no grid down to")
 
 

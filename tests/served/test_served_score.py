@@ -15,7 +15,8 @@ from harness.measure import summary
 from harness.measure.result import intervals
 from harness.measure.rows import row_table, scores_of
 from harness.served import score as served
-from harness.served.score import ask_of, receipt_extras, score_served
+from harness.served.known_ids import ask_of
+from harness.served.score import receipt_extras, score_served
 from harness.types import SCORE_DTYPES, Scores
 from tests.served.made_answers import Served, T, made
 

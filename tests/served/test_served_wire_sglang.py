@@ -99,7 +99,10 @@ def test_cached_tokens_are_read_and_silence_is_none(cached: int | None, small_mo
 
 def test_a_context_shorter_than_a_row_is_met_before_asking(small_model: Any, rows: list[Row]) -> None:
     mock = served(small_model, Faults(context=LENGTH))
-    with serving(mock) as url, pytest.raises(EngineError, match="the server's context is 48") as error:
+    with (
+        serving(mock) as url,
+        pytest.raises(EngineError, match="5 rows do not fit .* context of 48 with") as error,
+    ):
         connect("sglang", url, patience=QUICK).run(rows, k=5)
     assert "--context-length 49" in error.value.repair and not mock.numbers.bodies
 

@@ -15,7 +15,7 @@ import numpy as np
 from harness.measure.receipt import RowSummary
 from harness.types import Panel, Scores
 
-#: Tail rates are fixed in advance, so that nobody chooses one that flatters: share of positions with a KL above so many nats.
+#: Shares of positions with a KL above so many nats; fixed in advance, so that nobody chooses one that flatters.
 TAILS = (0.1, 1.0)
 #: Edges of the teacher's top-1 probability; the last bucket is closed on the right.
 CONFIDENCE_EDGES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)

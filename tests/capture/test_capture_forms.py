@@ -14,7 +14,7 @@ from harness.capture.encode import encode_logits
 from harness.digest import ids_digest
 from harness.errors import CaptureError
 from harness.types import Hidden, Logits, Row
-from tests.capture.conftest import T, Tiny, V, make_identity, make_panel
+from tests.capture.made_captures import T, Tiny, V, make_identity, make_panel
 
 
 def row_of(positions: int, vocab: int, index: int = 0) -> Row:

@@ -22,7 +22,7 @@ from harness.capture.rowfile import page_offset, read_array
 from harness.errors import CaptureError, StorageError
 from harness.scoring import TeacherStats, teacher_stats
 from harness.types import Hidden
-from tests.capture.conftest import H, T, Tiny, V, make_head, make_identity, make_panel
+from tests.capture.made_captures import H, T, Tiny, V, make_head, make_identity, make_panel
 
 ROW = "row-0002.parquet"
 
@@ -199,7 +199,7 @@ import sys, torch
 from pathlib import Path
 from harness.capture import CaptureWriter
 from harness.types import Hidden
-from tests.capture.conftest import make_head, make_identity, make_panel
+from tests.capture.made_captures import make_head, make_identity, make_panel
 from tests.capture.test_capture_store import KILL_ROWS, some_stats, wide_states
 panel, head = make_panel([257] * KILL_ROWS), make_head(width=1024)
 with CaptureWriter(Path(sys.argv[1]), make_identity(head.sha256), panel, head) as writer:

@@ -17,12 +17,12 @@ from harness.engines.stream_weights import Weights
 from harness.engines.streaming import EARLY, StreamingEngine
 from harness.errors import EngineError
 from harness.types import Row
-from tests.exl3 import packs
-from tests.exl3.packs import Pack, Spec
+from tests.exl3 import made_packs
+from tests.exl3.made_packs import Pack, Spec
 
 
 def mixed(name: str) -> Spec | None:
-    return Spec(bits=2 + sum(map(ord, name)) % 3) if packs.every_linear(name) else None
+    return Spec(bits=2 + sum(map(ord, name)) % 3) if made_packs.every_linear(name) else None
 
 
 def routed_experts(name: str) -> Spec | None:
@@ -30,11 +30,11 @@ def routed_experts(name: str) -> Spec | None:
 
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[str], Spec | None], Any]] = {
-    "llama": (lambda: packs.llama(192, 3, 320, bias=True), mixed, None),
-    "tied": (lambda: packs.llama(tied=True), mixed, None),
-    "mixtral": (packs.mixtral, mixed, None),
-    "phi3": (packs.phi3, mixed, packs.split_fused),
-    "glm5-next": (packs.glm5_next, routed_experts, None),
+    "llama": (lambda: made_packs.llama(192, 3, 320, bias=True), mixed, None),
+    "tied": (lambda: made_packs.llama(tied=True), mixed, None),
+    "mixtral": (made_packs.mixtral, mixed, None),
+    "phi3": (made_packs.phi3, mixed, made_packs.split_fused),
+    "glm5-next": (made_packs.glm5_next, routed_experts, None),
 }
 
 
@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pack]:
     def make(family: str) -> Pack:
         if family not in cache:
             model, choose, split = FAMILIES[family]
-            cache[family] = packs.pack(model(), tmp_path_factory.mktemp(family), choose, split=split)
+            cache[family] = made_packs.pack(model(), tmp_path_factory.mktemp(family), choose, split=split)
         return cache[family]
 
     return make
@@ -57,7 +57,7 @@ def panel_rows(count: int, length: int = 64) -> list[Row]:
     return [
         Row(
             index=index,
-            ids_T=rng.integers(0, packs.VOCAB, length - 9 * (index % 2)).astype(np.int32),
+            ids_T=rng.integers(0, made_packs.VOCAB, length - 9 * (index % 2)).astype(np.int32),
             document=f"d{index}",
             domain="x",
             sha256="",
@@ -177,7 +177,7 @@ def test_an_error_in_a_layer_comes_out_and_leaves_the_engine_whole(made: Any, mo
 
 
 def test_a_shard_that_shrinks_meanwhile_is_one_clear_error(made: Any, tmp_path: Path) -> None:
-    pack = packs.pack(packs.llama(), tmp_path, mixed)
+    pack = made_packs.pack(made_packs.llama(), tmp_path, mixed)
     streamed = engine(StreamingEngine, pack.packed)
     shard = pack.packed / "model.safetensors"
     with shard.open("r+b") as file:

@@ -13,7 +13,7 @@ from harness.exl3.census import sizes, take_census
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.claims import mismatches
 from harness.exl3.headers import TensorHeader
-from tests.exl3.folders import packed, write
+from tests.exl3.made_folders import packed, write
 
 THREE_BIT_LAYERS = (3, 4, 5, 6, 24, 27, 30, 33, 36, 39, 42, 44)
 

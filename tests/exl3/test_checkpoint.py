@@ -10,7 +10,7 @@ from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint, has_trellis, open_checkpoint, weights_digest
 from harness.exl3.claims import spot_of
 from harness.exl3.tensors import Exl3Linear
-from tests.exl3.folders import packed, write
+from tests.exl3.made_folders import packed, write
 
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.1.up_proj"
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"

@@ -12,14 +12,14 @@ from harness.errors import CheckpointError, UsageError
 from harness.exl3.checkpoint import has_trellis
 from harness.exl3.dense import decode_checkpoint
 from harness.exl3.hf import load_exl3
-from tests.exl3 import packs
+from tests.exl3 import made_packs
 from tests.exl3.test_hf_models import logits, mixed, routed_experts
 
 
 @pytest.mark.parametrize("family", ["llama", "glm5-next"])
 def test_the_dense_folder_is_the_same_model(family: str, tmp_path: Path) -> None:
-    model, spec = (packs.llama(), mixed) if family == "llama" else (packs.glm5_next(), routed_experts)
-    packed = packs.pack(model, tmp_path, spec).packed
+    model, spec = (made_packs.llama(), mixed) if family == "llama" else (made_packs.glm5_next(), routed_experts)
+    packed = made_packs.pack(model, tmp_path, spec).packed
     decode_checkpoint(packed, tmp_path / "decoded")
     assert not has_trellis(tmp_path / "decoded")
     auto = AutoModelForCausalLM if family == "llama" else AutoModelForImageTextToText
@@ -28,7 +28,7 @@ def test_the_dense_folder_is_the_same_model(family: str, tmp_path: Path) -> None
 
 
 def test_refusals(tmp_path: Path) -> None:
-    packs.llama().save_pretrained(tmp_path / "plain")
+    made_packs.llama().save_pretrained(tmp_path / "plain")
     with pytest.raises(CheckpointError, match="no EXL3 tensors"):
         decode_checkpoint(tmp_path / "plain", tmp_path / "new")
     with pytest.raises(UsageError, match="there already"):

@@ -13,24 +13,24 @@ from transformers import AutoModelForCausalLM
 
 from harness.errors import CheckpointError
 from harness.exl3.hf import load_exl3
-from tests.exl3 import packs
-from tests.exl3.packs import Pack, Spec
+from tests.exl3 import made_packs
+from tests.exl3.made_packs import Pack, Spec
 
 Tensors = dict[str, torch.Tensor]
 
 
 def spec(name: str) -> Spec | None:
-    return Spec(bits=2) if packs.every_linear(name) else None
+    return Spec(bits=2) if made_packs.every_linear(name) else None
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Pack:
-    return packs.pack(packs.llama(), tmp_path, spec)
+    return made_packs.pack(made_packs.llama(), tmp_path, spec)
 
 
 @pytest.fixture
 def mixtral(tmp_path: Path) -> Pack:
-    return packs.pack(packs.mixtral(), tmp_path, spec)
+    return made_packs.pack(made_packs.mixtral(), tmp_path, spec)
 
 
 def drop(*endings: str) -> Callable[[Tensors], Tensors]:
@@ -57,7 +57,7 @@ BROKEN = {
     ),
     "two-names-of-one-parameter": (add(norm__weight=torch.zeros(128)), "both model.norm.weight"),
     "fp8-beside-exl3": (
-        add(lm_head__weight=torch.zeros(packs.VOCAB, 128, dtype=torch.float8_e4m3fn)),
+        add(lm_head__weight=torch.zeros(made_packs.VOCAB, 128, dtype=torch.float8_e4m3fn)),
         "lm_head.weight is F8",
     ),
     "unknown-marker": (add(model__layers__0__mlp__up_proj__mcg=torch.tensor(7, dtype=torch.int32)), "marker"),
@@ -119,7 +119,7 @@ def test_packed_and_plain_experts_in_one_stack_are_refused(mixtral: Pack) -> Non
 
 
 def test_multi_token_prediction_is_skipped_by_a_named_rule(tmp_path: Path) -> None:
-    pack = packs.pack(packs.glm5_next(layers=3, experts=4), tmp_path, spec)
+    pack = made_packs.pack(made_packs.glm5_next(layers=3, experts=4), tmp_path, spec)
     twin = AutoModelForCausalLM.from_pretrained(pack.dense, dtype=torch.float32).state_dict()
     home = "model.language_model.layers"
     last = {k: v for k, v in pack.tensors().items() if f"{home}.2." in k}
@@ -144,7 +144,7 @@ def test_a_missing_layer_count_is_no_excuse(llama: Pack) -> None:
 
 
 def test_vision_layers_are_not_taken_for_prediction_heads(tmp_path: Path) -> None:
-    pack = packs.pack(packs.glm5_next(layers=3, experts=4), tmp_path, spec)
+    pack = made_packs.pack(made_packs.glm5_next(layers=3, experts=4), tmp_path, spec)
     pack.rewrite(pack.tensors() | {"model.visual.layers.7.norm.weight": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="visual.layers.7"):
         load_exl3(pack.packed)

@@ -18,10 +18,10 @@ import harness.exl3.hf  # noqa: F401  registers the format
 from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.hf import Exl3Config, load_exl3
 from harness.exl3.hf_packed import PackedTensors, packed_owners
-from tests.exl3 import packs
-from tests.exl3.packs import Pack, Spec
+from tests.exl3 import made_packs
+from tests.exl3.made_packs import Pack, Spec
 
-IDS = (torch.arange(64) * 37 % packs.VOCAB)[None]
+IDS = (torch.arange(64) * 37 % made_packs.VOCAB)[None]
 CODEBOOKS = ("mcg", "mul1", "3inst")
 
 
@@ -32,7 +32,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def mixed(name: str) -> Spec | None:
     """Every linear, with bits, codebook and kind of signs that change from tensor to tensor."""
-    if not packs.every_linear(name):
+    if not made_packs.every_linear(name):
         return None
     pick = sum(map(ord, name))
     if pick % 7 == 0:
@@ -51,16 +51,16 @@ def with_head(name: str) -> Spec | None:
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[str], Spec | None], Any, int]] = {
     # model, what is packed, how the checkpoint splits what the model class fuses, modules with packed parameters
-    "llama": (packs.llama, mixed, None, 14),
-    "llama-bias-padded": (lambda: packs.llama(192, 2, 320, bias=True), with_head, None, 15),
-    "llama-576": (lambda: packs.llama(576, 1, 192), mixed, None, 7),
-    "qwen3": (packs.qwen3, mixed, None, 14),
-    "qwen3-moe": (packs.qwen3_moe, mixed, None, 10),
-    "mixtral": (packs.mixtral, mixed, None, 10),
-    "mixtral-padded": (lambda: packs.mixtral(intermediate=96), mixed, None, 10),
-    "phi3": (packs.phi3, mixed, packs.split_fused, 8),
-    "glm4": (packs.glm4, mixed, packs.split_fused, 12),
-    "glm5-next": (packs.glm5_next, routed_experts, None, 5),
+    "llama": (made_packs.llama, mixed, None, 14),
+    "llama-bias-padded": (lambda: made_packs.llama(192, 2, 320, bias=True), with_head, None, 15),
+    "llama-576": (lambda: made_packs.llama(576, 1, 192), mixed, None, 7),
+    "qwen3": (made_packs.qwen3, mixed, None, 14),
+    "qwen3-moe": (made_packs.qwen3_moe, mixed, None, 10),
+    "mixtral": (made_packs.mixtral, mixed, None, 10),
+    "mixtral-padded": (lambda: made_packs.mixtral(intermediate=96), mixed, None, 10),
+    "phi3": (made_packs.phi3, mixed, made_packs.split_fused, 8),
+    "glm4": (made_packs.glm4, mixed, made_packs.split_fused, 12),
+    "glm5-next": (made_packs.glm5_next, routed_experts, None, 5),
 }
 
 
@@ -72,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pack
     def make(family: str) -> tuple[Pack, torch.Tensor]:
         if family not in cache:
             model, choose, split, _ = FAMILIES[family]
-            pack = packs.pack(model(), tmp_path_factory.mktemp(family), choose, split=split)
+            pack = made_packs.pack(model(), tmp_path_factory.mktemp(family), choose, split=split)
             twin = AutoModelForCausalLM.from_pretrained(pack.dense, dtype=torch.float32)
             cache[family] = pack, logits(twin)
         return cache[family]
@@ -167,7 +167,7 @@ def test_dequantize_later_and_copies(made: Any) -> None:
 @pytest.mark.parametrize("tie", [True, False])
 def test_quantised_head_is_never_the_embedding(tie: bool, tmp_path: Path) -> None:
     """Converters leave ``tie_word_embeddings: true`` in config.json beside their own quantised head."""
-    pack = packs.pack(packs.llama(), tmp_path, with_head)
+    pack = made_packs.pack(made_packs.llama(), tmp_path, with_head)
     pack.edit_config(lambda config: config.update(tie_word_embeddings=tie))
     twin = logits(AutoModelForCausalLM.from_pretrained(pack.dense, dtype=torch.float32))
     for dequantize in (False, True):
@@ -178,21 +178,21 @@ def test_quantised_head_is_never_the_embedding(tie: bool, tmp_path: Path) -> Non
 
 
 def test_plain_head_beside_a_tied_flag_stays_its_own(tmp_path: Path) -> None:
-    pack = packs.pack(packs.llama(), tmp_path, mixed)
+    pack = made_packs.pack(made_packs.llama(), tmp_path, mixed)
     pack.edit_config(lambda config: config.update(tie_word_embeddings=True))
     twin = logits(AutoModelForCausalLM.from_pretrained(pack.dense, dtype=torch.float32))
     assert torch.equal(logits(load_exl3(pack.packed, dequantize=True, dtype=torch.float32)), twin)
 
 
 def test_tied_head_without_a_tensor_is_the_embedding(tmp_path: Path) -> None:
-    pack = packs.pack(packs.llama(tied=True), tmp_path, mixed)
+    pack = made_packs.pack(made_packs.llama(tied=True), tmp_path, mixed)
     assert "lm_head.weight" not in pack.tensors()
     model = load_exl3(pack.packed, dtype=torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_wide_mlp_stored_in_slices(tmp_path: Path) -> None:
-    pack = packs.pack(packs.llama(intermediate=512), tmp_path, slices, split=_sliced)
+    pack = made_packs.pack(made_packs.llama(intermediate=512), tmp_path, slices, split=_sliced)
     names = set(pack.bits)
     assert {"model.layers.0.mlp.up_proj.slice.1", "model.layers.0.mlp.down_proj.slice.0"} <= names
     dense = load_exl3(pack.packed, dequantize=True, dtype=torch.float32).state_dict()
@@ -230,14 +230,16 @@ def _sliced_dense(pack: Pack) -> dict[str, torch.Tensor]:
 
 def test_linear_stored_fused_and_held_apart(tmp_path: Path) -> None:
     """Some packs store one ``qkv_proj`` where the class has three; 64-wide parts do not fall on block borders."""
-    pack = packs.pack(packs.llama(), tmp_path, lambda name: Spec(bits=5) if name.endswith("mlp.up_proj") else None)
+    pack = made_packs.pack(
+        made_packs.llama(), tmp_path, lambda name: Spec(bits=5) if name.endswith("mlp.up_proj") else None
+    )
     tensors = pack.tensors()
     wanted = {}
     rng = np.random.default_rng(5)
     for layer in range(2):
         home = f"model.layers.{layer}.self_attn"
-        fused = packs.random_linear(f"{home}.qkv_proj", 256, 128, Spec(bits=3), rng)
-        dense = packs.dense_weight(packs.Exl3Linear.from_tensors("qkv", fused))
+        fused = made_packs.random_linear(f"{home}.qkv_proj", 256, 128, Spec(bits=3), rng)
+        dense = made_packs.dense_weight(made_packs.Exl3Linear.from_tensors("qkv", fused))
         for part, weight in zip("qkv", dense.split([128, 64, 64]), strict=True):
             del tensors[f"{home}.{part}_proj.weight"]
             wanted[f"{home}.{part}_proj.weight"] = weight
@@ -254,7 +256,7 @@ def test_linear_stored_fused_and_held_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_multimodal_prefixes(prefix: str, tmp_path: Path) -> None:
     """Old and new prefixes of a vision-language checkpoint; no causal-LM class knows it, the multimodal one does."""
-    pack = packs.pack(packs.llava(), tmp_path, language_only)
+    pack = made_packs.pack(made_packs.llava(), tmp_path, language_only)
     twin = logits(AutoModelForImageTextToText.from_pretrained(pack.dense, dtype=torch.float32))
     home = next(iter(pack.bits)).partition("layers.")[0]
     head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
@@ -276,7 +278,7 @@ def language_only(name: str) -> Spec | None:
 
 def test_base_model_names_without_prefix(tmp_path: Path) -> None:
     """``layers.0...`` instead of ``model.layers.0...``: transformers adds the prefix, so do the packed parts."""
-    pack = packs.pack(packs.mixtral(), tmp_path, mixed)
+    pack = made_packs.pack(made_packs.mixtral(), tmp_path, mixed)
     twin = logits(AutoModelForCausalLM.from_pretrained(pack.dense, dtype=torch.float32))
     pack.rewrite({name.removeprefix("model."): tensor for name, tensor in pack.tensors().items()})
     for dequantize in (False, True):
@@ -285,10 +287,10 @@ def test_base_model_names_without_prefix(tmp_path: Path) -> None:
 
 
 def test_embedding_stored_as_a_row_wise_table(tmp_path: Path) -> None:
-    pack = packs.pack(packs.llama(), tmp_path, mixed)
+    pack = made_packs.pack(made_packs.llama(), tmp_path, mixed)
     tensors, rng, bits = pack.tensors(), np.random.default_rng(6), 3
-    rings = rng.integers(-32768, 32768, (packs.VOCAB, 1 + 16 * bits), dtype=np.int16)
-    rings[:, 0] = np.full(packs.VOCAB, 0.05, np.float16).view(np.int16)
+    rings = rng.integers(-32768, 32768, (made_packs.VOCAB, 1 + 16 * bits), dtype=np.int16)
+    rings[:, 0] = np.full(made_packs.VOCAB, 0.05, np.float16).view(np.int16)
     signs = rng.choice([-1.0, 1.0], (1, 256)).astype(np.float16)
     del tensors["model.embed_tokens.weight"]
     pack.rewrite(

@@ -11,7 +11,7 @@ from harness.errors import CheckpointError
 from harness.exl3.census import take_census
 from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.hub import open_hub
-from tests.exl3.folders import packed, write
+from tests.exl3.made_folders import packed, write
 
 REPO = "someone/some-quant-exl3"
 

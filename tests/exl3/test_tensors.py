@@ -11,7 +11,7 @@ from harness.exl3.codebook import marker_int32
 from harness.exl3.decode import dense_weight
 from harness.exl3.tensors import Exl3Linear, ring_states
 from tests.exl3 import oracle
-from tests.exl3.folders import write
+from tests.exl3.made_folders import write
 
 NAME = "model.layers.3.self_attn.q_proj"
 

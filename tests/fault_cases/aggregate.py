@@ -26,7 +26,7 @@ from harness.types import Logits, RowOutputs
 from tests.compare.fake_arms import World
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
-from tests.panel.panel_helpers import make_panel, make_tokenizer, words
+from tests.panel.made_panels import make_panel, make_tokenizer, words
 
 
 def last_window(folder: Path) -> None:

@@ -29,7 +29,7 @@ from harness.types import Hidden, Logits, Panel, RowOutputs
 from tests.compare.fake_arms import World
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
-from tests.panel.panel_helpers import TEMPLATE, make_panel, make_tokenizer, words
+from tests.panel.made_panels import TEMPLATE, make_panel, make_tokenizer, words
 
 TEXT = '[[sources]]\nkind = "text"\ndomain = "a"\nrows = 1\nlicense = "none"\nfiles = ["0.txt"]\n'
 CHAT = '[[sources]]\nkind = "chat"\ndomain = "chat"\nrows = 1\nlicense = "none"\nfiles = ["c.json"]\n'

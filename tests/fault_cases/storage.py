@@ -27,7 +27,7 @@ from harness.store import require_space, write_json, write_text
 from harness.types import Hidden, Row
 from tests.fault_cases import made
 from tests.fault_cases.entry import Fault
-from tests.panel.panel_helpers import make_panel, make_tokenizer, words
+from tests.panel.made_panels import make_panel, make_tokenizer, words
 
 THROUGH = made.head(torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))
 

@@ -30,7 +30,7 @@ from harness.tasks.receipt import (
 from harness.tasks.suite import Suite, load_suite
 from tests.fault_cases.entry import Fault
 from tests.fault_cases.identity import chat
-from tests.panel.panel_helpers import TEMPLATE, make_tokenizer
+from tests.panel.made_panels import TEMPLATE, make_tokenizer
 from tests.tasks.made_runs import outcome_item, write_run
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference/lm_eval"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.panel.panel_helpers import TEMPLATE, make_tokenizer
+from tests.panel.made_panels import TEMPLATE, make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import PanelError
 from harness.panel import build_panel, load_tokenizer
-from tests.panel.panel_helpers import TEMPLATE, make_panel, make_tokenizer, words
+from tests.panel.made_panels import TEMPLATE, make_panel, make_tokenizer, words
 
 MESSAGES = [{"role": "user", "content": words(14, 1)}, {"role": "assistant", "content": words(16, 2)}]
 CLOCK = (

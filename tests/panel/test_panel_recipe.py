@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import UsageError
 from harness.panel import load_recipe
-from tests.panel.panel_helpers import make_panel, words
+from tests.panel.made_panels import make_panel, words
 
 SOURCE = '[[sources]]\nkind = "text"\ndomain = "a"\nrows = 1\nlicense = "none"\nfiles = ["0.txt"]\n'
 DATASET = '[[sources]]\nkind = "dataset"\ndomain = "a"\nrows = 1\nlicense = "none"\nsplit = "train"\nname = "org/set"\n'

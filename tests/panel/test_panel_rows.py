@@ -25,7 +25,7 @@ from harness.panel.rows import (
     windows_of,
 )
 from harness.types import Row
-from tests.panel.panel_helpers import make_panel, words
+from tests.panel.made_panels import make_panel, words
 
 NO_BOS = Bos(token_id=None, added=False)
 

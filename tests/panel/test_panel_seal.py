@@ -20,7 +20,7 @@ from harness.panel import build_panel, check_tokenizer, ensure_built, load_panel
 from harness.panel.seal import ROWS_FILE, ROWS_SCHEMA
 from harness.store import folder_lock
 from harness.types import Panel
-from tests.panel.panel_helpers import make_panel, make_tokenizer, words
+from tests.panel.made_panels import make_panel, make_tokenizer, words
 
 FILES: dict[str, str | bytes] = {f"{i}.txt": words(60, i) for i in range(4)}
 

@@ -22,7 +22,7 @@ from harness.panel import build_panel
 from harness.panel.packages import cache_folder, fetch, read_package
 from harness.panel.recipe import DatasetSource, PackageSource, TextSource
 from harness.panel.sources import extract, read_dataset, split
-from tests.panel.panel_helpers import make_panel, words
+from tests.panel.made_panels import make_panel, words
 
 COMMON = {"domain": "a", "rows": 1, "license": "none"}
 

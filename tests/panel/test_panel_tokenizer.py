@@ -14,7 +14,7 @@ from harness.errors import PanelError, UsageError
 from harness.panel import load_tokenizer, tokenizer_digest, tokenizer_name
 from harness.panel.gguf_metadata import gguf_scalars
 from harness.panel.tokenizer import adds_bos, backend
-from tests.panel.panel_helpers import TEMPLATE, make_tokenizer
+from tests.panel.made_panels import TEMPLATE, make_tokenizer
 
 
 def test_digest_survives_saving_padding_and_truncation(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from harness.errors import ScoreError
 from harness.scoring import known
 from harness.scoring.known import teacher_logprobs_at, teacher_top_and_tail
 from harness.types import Hidden
-from tests.capture.conftest import make_head
+from tests.capture.made_captures import make_head
 from tests.served.made_answers import Served, T, V, made, states
 
 

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from harness.types import Row
+from tests.served.made_rows import LENGTH
 from tests.tiny import VOCAB
-
-#: Tokens of each row of the fixture ``rows``.
-LENGTH = 48
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +35,3 @@ def rows() -> list[Row]:
         ids_T[[7, 20, 21]] = VOCAB - 1, 0, VOCAB - 1
         made.append(Row(index=index, ids_T=ids_T, document=f"d{index}", domain="test", sha256=""))
     return made
-
-
-def exact(model: Any, row: Row) -> np.ndarray:
-    """Float64 log-probabilities ``[T - 1, V]`` of what predicts each token after the first, from the model itself."""
-    with torch.no_grad():
-        logits_TV = model(input_ids=torch.tensor([row.ids_T.tolist()])).logits[0, :-1]
-    return torch.log_softmax(logits_TV.double(), -1).numpy()

@@ -14,7 +14,7 @@ from harness.served.known_ids import AskedIds
 from harness.served.score import score_served
 from harness.served.seam import ServedRow
 from harness.types import Hidden, Logits, Panel, Row, Scores
-from tests.capture.conftest import make_head, make_identity, make_panel
+from tests.capture.made_captures import make_head, make_identity, make_panel
 
 V, T = 700, 81
 

@@ -15,7 +15,7 @@ from harness.served.http import Answer, Patience
 from harness.served.identity import SGLANG
 from harness.served.sglang import read_generated
 from harness.types import Row
-from tests.served.conftest import LENGTH, exact
+from tests.served.made_rows import LENGTH, exact
 from tests.served.mock_sglang import Faults, MockSglang, Numbers, serving
 from tests.tiny import VOCAB
 

@@ -16,7 +16,7 @@ from harness.served.http import Answer, Patience
 from harness.served.identity import VLLM, ServedWeights, base_name
 from harness.served.vllm_answers import read_completion, read_generated
 from harness.types import Row
-from tests.served.conftest import LENGTH, exact
+from tests.served.made_rows import LENGTH, exact
 from tests.served.mock_vllm import Faults, MockVllm, Numbers, serving
 from tests.tiny import VOCAB
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import digests_of, open_engine
-from tests.tiny import save_llama
+from tests.tasks.made_models import save_tiny
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,15 +22,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def save_tiny(folder: Path, *, seed: int = 0, context: int = 2048) -> Path:
-    """The tiny Llama of tests/tiny.py with room for a question in bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_llama(folder, seed=seed)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
-    return folder
 
 
 @pytest.fixture(scope="session")

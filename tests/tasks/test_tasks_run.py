@@ -20,8 +20,8 @@ from harness.tasks.local import development_questions
 from harness.tasks.receipt import selection
 from harness.tasks.run import run_suite, seal
 from harness.tasks.suite import load_suite
-from tests.tasks.conftest import save_tiny
 from tests.tasks.made_data import MARK, SUITE, files_with, gpqa_row, small, write_gpqa, write_mmlu, write_suite
+from tests.tasks.made_models import save_tiny
 
 GPQA = "gpqa_diamond_zeroshot"
 SHIPPED = Path(__file__).parents[2] / "panels" / "suites"

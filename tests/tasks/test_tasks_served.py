@@ -15,8 +15,8 @@ from harness.errors import EngineError, HarnessError, UsageError
 from harness.served.address import find_server
 from harness.tasks import served
 from harness.tasks.run import Request, run_suite
-from tests.tasks.conftest import save_tiny
 from tests.tasks.made_data import MARK, files_with, write_gpqa, write_suite
+from tests.tasks.made_models import save_tiny
 from tests.tasks.small_server import SmallServer, serving
 
 

@@ -20,8 +20,8 @@ from harness.errors import HarnessError
 from harness.tasks.receipt import load_receipt
 from harness.tasks.run import Request, run_suite
 from tests.served.real_vllm import vllm_server
-from tests.tasks.conftest import save_tiny
 from tests.tasks.made_data import MARK, files_with, gpqa_row, write_gpqa, write_suite
+from tests.tasks.made_models import save_tiny
 
 pytestmark = pytest.mark.vllm
 

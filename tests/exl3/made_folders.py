@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.exl3.packs import Spec, random_linear
+from tests.exl3.made_packs import Spec, random_linear
 
 
 def packed(name: str, rows: int = 128, columns: int = 128, **spec: Any) -> dict[str, torch.Tensor]:

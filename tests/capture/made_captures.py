@@ -13,6 +13,7 @@ from harness.digest import head_digest, ids_digest
 from harness.types import EngineIdentity, Head, Hidden, Panel, Row
 
 V, H, T = 131, 48, 17
+ROW = "row-0002.parquet"
 
 
 @dataclass
@@ -29,6 +30,11 @@ class Tiny:
                 writer.write_row(self.panel.rows[index], Hidden(states_TH=self.states[index]))
             writer.finish()
         return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files but the lock, which is empty."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
 
 
 def make_panel(lengths: list[int], vocab: int = V, seed: int = 1) -> Panel:

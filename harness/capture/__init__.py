@@ -14,7 +14,7 @@ Heads lie beside the capture in ``folder.parent / "heads"``, by content.
 from harness.capture.heads import load_head, save_head
 from harness.capture.manifest import CaptureKey, Manifest, RowEntry
 from harness.capture.reader import Capture, CapturedRow, open_capture
-from harness.capture.verify import check_lines, verify_capture
+from harness.capture.verify import verify_capture
 from harness.capture.writer import CaptureWriter
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "CapturedRow",
     "Manifest",
     "RowEntry",
-    "check_lines",
     "load_head",
     "open_capture",
     "save_head",

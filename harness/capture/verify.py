@@ -46,15 +46,6 @@ def verify_capture(capture: Capture, panel: Panel | None = None) -> list[Check]:
     return [*checks, *_decoding(decoded)]
 
 
-def check_lines(checks: list[Check]) -> list[str]:
-    """What `fidelity teacher verify` prints: a line a check, and under a failed one what is wrong and its repair."""
-    lines = []
-    for check in checks:
-        lines.append(f"{'ok    ' if check.passed else 'FAILED'} {check.name}: {check.figure}")
-        lines += [f"       {note}" for note in check.note.splitlines()]
-    return lines
-
-
 def _rows(capture: Capture) -> tuple[list[str], list[Decoded]]:
     """Refusals of the row files, and how the others decode."""
     failures, decoded = [], []

@@ -207,5 +207,5 @@ def _kv_type(package: Any, name: str) -> int:
 
 def _features(package: Any) -> str:
     """The instruction sets that llama.cpp computes with, as it prints them: they move digits."""
-    told = package.llama_print_system_info().decode("utf-8", "replace")
-    return " ".join(re.findall(r"(\w+) = 1\b", told)) or "unknown"
+    features = package.llama_print_system_info().decode("utf-8", "replace")
+    return " ".join(re.findall(r"(\w+) = 1\b", features)) or "unknown"

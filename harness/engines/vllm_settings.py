@@ -26,7 +26,7 @@ def served_settings(llm: Any, asked: Mapping[str, Any]) -> dict[str, Setting]:
     """
     config = llm.llm_engine.vllm_config
     scheduler, cache = config.scheduler_config, config.cache_config
-    told: dict[str, Setting] = {
+    settings: dict[str, Setting] = {
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "device": _device(llm),
         "attention": _attention(llm),
@@ -43,8 +43,8 @@ def served_settings(llm: Any, asked: Mapping[str, Any]) -> dict[str, Setting]:
         "speculative": _speculative(config),
         "tensor_parallel": _of(config.parallel_config, "tensor_parallel_size"),
     }
-    further = {name: plain(value) for name, value in asked.items() if name not in _ALREADY | told.keys()}
-    return told | further | variables()
+    further = {name: plain(value) for name, value in asked.items() if name not in _ALREADY | settings.keys()}
+    return settings | further | variables()
 
 
 #: Arguments that a setting above already shows as vLLM understood them, or that move no number.

@@ -142,7 +142,7 @@ def check_lengths(rows: Sequence[Row], length: int) -> None:
 
 
 def check_bos(rows: Sequence[Row], recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse two BOS in front, and none where the tokenizer wants one (FAULTS A 1 and 2)."""
+    """Refuse two BOS in front, and none where the tokenizer wants one."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return

@@ -83,8 +83,8 @@ def load_gguf_tokenizer(file: Path) -> Tokenizer:
 
     Converting takes seconds, so a second call in one process gets the same object.
 
-    transformers versions disagree about both (FAULTS: 4.57 adds a BOS that the file denies, 5.17 takes
-    another EOS), so ids come from the metadata and a contradiction about BOS is refused.
+    transformers versions disagree about both (4.57 adds a BOS that the file denies, 5.17 takes another EOS), so ids
+    come from the metadata and a contradiction about BOS is refused.
     """
     if not file.is_file():
         raise UsageError(f"there is no GGUF file {file.name}", "name an existing .gguf file")

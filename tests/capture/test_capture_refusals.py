@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from harness.capture import CaptureWriter, check_lines, open_capture, verify_capture
+from harness.capture import CaptureWriter, open_capture, verify_capture
 from harness.capture.heads import head_path
 from harness.capture.rowfile import read_array
 from harness.errors import CaptureError, StorageError
@@ -228,8 +228,6 @@ def test_verify_names_the_row_and_the_head_that_are_broken(tiny: Tiny, tmp_path:
     checks = {c.name: c for c in verify_capture(open_capture(tmp_path / "a"))}
     assert not checks["digests"].passed and f"delete {ROW}" in checks["digests"].note
     assert checks["digests"].figure == "3/4 row files" and checks["head"].passed
-    lines = check_lines(list(checks.values()))
-    assert "FAILED digests: 3/4 row files" in lines and any("delete row-0002.parquet" in line for line in lines)
     head_path(tmp_path, tiny.head.sha256).unlink()
     checks = {c.name: c for c in verify_capture(open_capture(tmp_path / "a"))}
     assert not checks["head"].passed and not checks["stored top-1"].passed

@@ -28,7 +28,6 @@ from harness.exl3.tensors import (
     RowTable,
     check_trellis,
     codebook_of,
-    decode_embedding,
     require_parts,
 )
 
@@ -97,11 +96,6 @@ class Checkpoint:
         self.modules, self.tables, self.plain = _sort(self.tensors)
         self._open: dict[str, Any] = {}
 
-    @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
-        """See `open_checkpoint`."""
-        return open_checkpoint(folder)
-
     @cached_property
     def quantization(self) -> dict[str, Any]:
         """What config.json says of the quantisation; advisory."""
@@ -136,13 +130,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.name} has no packed linear {name}", _FETCH)
         parts = {suffix: self.tensor(part.name) for suffix, part in module.parts.items()}
         return Exl3Linear.from_tensors(name, parts, in_features=in_features, out_features=out_features)
-
-    def table(self, name: str) -> torch.Tensor:
-        """A row-wise embedding table made dense: float32 [rows, padded width]."""
-        table = self.tables.get(name)
-        if table is None:
-            raise CheckpointError(f"{self.name} has no row-wise table {name}", _FETCH)
-        return decode_embedding(table, self.tensor)
 
     def account(self, used: Iterable[str], skipped: Mapping[str, str]) -> None:
         """Every tensor is used or skipped by a named rule, or this is an error.

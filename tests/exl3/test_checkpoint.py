@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.errors import CheckpointError
-from harness.exl3.checkpoint import Checkpoint, has_trellis, open_checkpoint, weights_digest
+from harness.exl3.checkpoint import has_trellis, open_checkpoint, weights_digest
 from harness.exl3.claims import spot_of
 from harness.exl3.tensors import Exl3Linear
 from tests.exl3.made_folders import packed, write
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def test_tensors_are_sorted_by_shape_and_marker(folder):
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     assert set(checkpoint.modules) == {Q, UP} and set(checkpoint.plain) == {NORM, EMBED}
     q, up = checkpoint.modules[Q], checkpoint.modules[UP]
     assert (q.bits, q.codebook, q.padded_in, q.padded_out) == (4, "mul1", 128, 128)
@@ -54,7 +54,7 @@ def test_linears_and_plain_tensors_are_read_as_stored(folder):
 
 def test_unknown_names_are_refused(folder):
     checkpoint = open_checkpoint(folder)
-    for read in (checkpoint.linear, checkpoint.tensor, checkpoint.table):
+    for read in (checkpoint.linear, checkpoint.tensor):
         with pytest.raises(CheckpointError, match="quant has no .* lm_head"):
             read("lm_head")
 

@@ -6,10 +6,10 @@ import torch
 
 from harness.errors import CheckpointError
 from harness.exl3.census import take_census
-from harness.exl3.checkpoint import open_checkpoint
+from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.codebook import marker_int32
 from harness.exl3.decode import dense_weight
-from harness.exl3.tensors import Exl3Linear, ring_states
+from harness.exl3.tensors import Exl3Linear, decode_embedding, ring_states
 from tests.exl3 import oracle
 from tests.exl3.made_folders import write
 
@@ -138,6 +138,10 @@ def test_sizes_that_padding_cannot_explain_are_refused(sizes):
 TABLE = "model.embed_tokens"
 
 
+def dense_table(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    return decode_embedding(checkpoint.tables[name], checkpoint.tensor)
+
+
 def embedding(rows: int, groups: int, bits: int) -> dict[str, torch.Tensor]:
     rng = np.random.default_rng(bits)
     rings = rng.integers(-32768, 32768, (rows, groups, 1 + 16 * bits), dtype=np.int16)
@@ -163,7 +167,7 @@ def test_states_are_sums_of_shifted_symbols(bits):
 def test_embedding_equals_the_oracle(tmp_path, bits):
     made = embedding(3, 2, bits)
     checkpoint = open_checkpoint(write(tmp_path / "table", made))
-    dense = checkpoint.table(TABLE).numpy()
+    dense = dense_table(checkpoint, TABLE).numpy()
     assert dense.shape == (3, 512) and dense.dtype == np.float32
     words = made[f"{TABLE}.trellis"].numpy().reshape(3, 2, -1)
     index = np.arange(256)
@@ -181,9 +185,9 @@ def test_rows_are_joined_over_chunks(tmp_path, monkeypatch):
     from harness.exl3 import tensors as rowwise
 
     checkpoint = open_checkpoint(write(tmp_path / "table", embedding(7, 1, 4)))
-    whole = checkpoint.table(TABLE)
+    whole = dense_table(checkpoint, TABLE)
     monkeypatch.setattr(rowwise, "_ROWS_AT_ONCE", 3)
-    assert torch.equal(checkpoint.table(TABLE), whole)
+    assert torch.equal(dense_table(checkpoint, TABLE), whole)
 
 
 def test_census_counts_a_table(tmp_path):
@@ -201,7 +205,7 @@ def test_ngram_tables_are_refused_by_name(tmp_path):
     }
     checkpoint = open_checkpoint(write(tmp_path / "table", made))
     with pytest.raises(CheckpointError, match=f"{name} is a hashed n-gram table, which no transformers model uses"):
-        checkpoint.table(name)
+        dense_table(checkpoint, name)
     assert take_census(checkpoint).tables[name].mean_k == 4
 
 
@@ -210,4 +214,4 @@ def test_impossible_tables_are_refused(tmp_path):
     made[f"{TABLE}.trellis"] = made[f"{TABLE}.trellis"][:, :-1].contiguous()
     checkpoint = open_checkpoint(write(tmp_path / "table", made))
     with pytest.raises(CheckpointError, match=f"{TABLE}: impossible row-wise table"):
-        checkpoint.table(TABLE)
+        dense_table(checkpoint, TABLE)

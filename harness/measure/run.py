@@ -81,7 +81,7 @@ class Result:
 
 def measure(request: Request) -> Result:
     """Measure a candidate, or give back the finished measurement of exactly this question."""
-    candidate = find_candidate(request)
+    candidate = find_candidate(request.candidate, request.revision, request.engine)
     yardstick = find_yardstick(
         request.panel, request.rows, request.teacher, candidate.located, candidate.tokenizer_sha256
     )
@@ -119,19 +119,14 @@ def measure_against(request: Request, candidate: Candidate, yardstick: Yardstick
     return Result(folder=folder, measurement=measurement, reused=False)
 
 
-def find_candidate(request: Request) -> Candidate:
-    """Locate the candidate's files and digest them; a GGUF model goes to llama.cpp as it is."""
-    if request.engine == "llamacpp":
-        gguf = locate_gguf(request.candidate, request.revision)
-        weights_sha256, tokenizer_sha256 = digests_of_gguf(gguf)
-        return Candidate(located=gguf, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
-    return candidate_of(request.candidate, request.revision)
-
-
-def candidate_of(source: str, revision: str | None) -> Candidate:
-    """A checkpoint folder or Hub id with the digests of its weights and tokenizer."""
-    located = locate(source, revision, cache=MODELS)
-    weights_sha256, tokenizer_sha256 = digests_of(located)
+def find_candidate(source: str, revision: str | None, engine: EngineName = "reference") -> Candidate:
+    """Locate a checkpoint folder or Hub id, for llama.cpp a GGUF model, and digest its weights and tokenizer."""
+    if engine == "llamacpp":
+        located = locate_gguf(source, revision)
+        weights_sha256, tokenizer_sha256 = digests_of_gguf(located)
+    else:
+        located = locate(source, revision, cache=MODELS)
+        weights_sha256, tokenizer_sha256 = digests_of(located)
     return Candidate(located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
 
 

@@ -20,7 +20,7 @@ from harness.measure.folder import finished, folder_name, write_run
 from harness.measure.receipt import Measurement, Role
 from harness.measure.result import build_measurement
 from harness.measure.rows import finished_rows, join_rows, require_room, write_row
-from harness.measure.run import MEASUREMENT, Candidate, Result, candidate_of
+from harness.measure.run import MEASUREMENT, Candidate, Result, find_candidate
 from harness.measure.teacher import Yardstick, find_yardstick, load_teacher
 from harness.progress import phase
 from harness.served.checks_server import load_of
@@ -103,7 +103,7 @@ def measure_served(request: ServedRequest) -> Result:
     Raises:
         EngineError: the server is not what it must be, or stopped answering; the same call goes on from there.
     """
-    candidate = None if request.candidate is None else candidate_of(request.candidate, request.revision)
+    candidate = None if request.candidate is None else find_candidate(request.candidate, request.revision)
     engine = connect(
         request.server,
         request.url,

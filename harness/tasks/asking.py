@@ -1,4 +1,9 @@
-"""What is asked of a model, in tokens, checked whole before anything is scored."""
+"""What is asked of a model: prompts in tokens, answers as they come, and the model that lm-eval sees.
+
+`AskingLM` checks every prompt before anything is scored, asks only what is not answered yet, and keeps each answer, so
+that a killed run goes on at the first missing one. Answers are one JSON line each, keyed by a digest of the model, its
+settings and the prompt: another model's file can answer nothing, and no text of a question is in it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,10 @@ from lm_eval.api.model import LM, TemplateLM
 from harness.errors import EngineError
 from harness.progress import phase
 
+ANSWERS_FILE = "answers.jsonl"
+
 Encode = Callable[[str], list[int]]
+Answer = tuple[float, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,11 @@ class Prompt:
     def request(self) -> tuple[tuple[str, str], list[int], list[int]]:
         """The form of lm-eval's ``_loglikelihood_tokens``."""
         return (self.context, self.answer), list(self.context_ids), list(self.answer_ids)
+
+
+#: Runs before the first answer with lm-eval's requests and the prompts made of them; raises where the model must
+#: not be asked.
+Preflight = Callable[[Sequence[Any], Sequence[Prompt]], None]
 
 
 def encode_prompts(instances: Sequence[Any], encode: Encode, prefix_token: int | None) -> list[Prompt]:
@@ -92,13 +105,7 @@ def prompts_digest(prompt_hashes: Sequence[tuple[str, str]]) -> str:
     return hashlib.sha256("".join(p + t for p, t in prompt_hashes).encode()).hexdigest()
 
 
-# Answers as they come, so that a killed run goes on at the first missing one.
-#
-# One JSON line an answer, keyed by a digest of the model, its settings and the prompt: another model's file can answer
-# nothing, and no text of a question is in it.
-
-ANSWERS_FILE = "answers.jsonl"
-Answer = tuple[float, bool]
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 class Answers:
@@ -110,7 +117,7 @@ class Answers:
 
     def __init__(self, folder: Path, key: str) -> None:
         self._file, self._key = folder / ANSWERS_FILE, key
-        self._known: dict[str, Answer] = {}
+        self._by_request: dict[str, Answer] = {}
         self._read()
 
     def _read(self) -> None:
@@ -121,12 +128,12 @@ class Answers:
         whole = text[: text.rfind("\n") + 1]
         for line in whole.splitlines():
             entry = json.loads(line)
-            self._known[entry["request"]] = (float(entry["loglikelihood"]), bool(entry["greedy"]))
+            self._by_request[entry["request"]] = (float(entry["loglikelihood"]), bool(entry["greedy"]))
         if whole != text:
             self._file.write_text(whole, encoding="utf-8")
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_request)
 
     def name(self, context: str, answer: str) -> str:
         """Digest of model, settings and prompt."""
@@ -134,18 +141,18 @@ class Answers:
 
     def get(self, context: str, answer: str) -> Answer | None:
         """The stored answer, if there is one."""
-        return self._known.get(self.name(context, answer))
+        return self._by_request.get(self.name(context, answer))
 
-    def add(self, context: str, answer: str, found: Answer) -> None:
+    def add(self, context: str, answer: str, scored: Answer) -> None:
         """Store one answer at once; one that is no number is refused."""
-        value = float(found[0])
+        value = float(scored[0])
         if not math.isfinite(value):
             raise EngineError(f"the model gave a log-likelihood of {value}", "check its weights and compute dtype")
         name = self.name(context, answer)
-        if name in self._known:
+        if name in self._by_request:
             return
-        self._known[name] = (value, bool(found[1]))
-        line = json.dumps({"request": name, "loglikelihood": value, "greedy": bool(found[1])})
+        self._by_request[name] = (value, bool(scored[1]))
+        line = json.dumps({"request": name, "loglikelihood": value, "greedy": bool(scored[1])})
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -161,21 +168,17 @@ class Recorder:
     def __init__(self, answers: Answers, advance: Any = None) -> None:
         self._answers, self._advance = answers, advance
 
-    def add_partial(self, attr: str, request: Iterable[Any], found: Any) -> None:
+    def add_partial(self, attr: str, request: Iterable[Any], scored: Any) -> None:
         """Called by lm-eval's models with the request and its answer."""
         if attr != "loglikelihood":
             return
         context, answer = request
-        self._answers.add(context, answer, found)
+        self._answers.add(context, answer, scored)
         if self._advance is not None:
             self._advance(1, 1)
 
 
-# The model that lm-eval sees: checks every prompt, asks only what is not answered yet, and keeps each answer.
-
-#: Runs before the first answer with lm-eval's requests and the prompts made of them; raises where the model must
-#: not be asked.
-Preflight = Callable[[Sequence[Any], Sequence[Prompt]], None]
+# ---- the model that lm-eval sees -------------------------------------------------------------------------------------
 
 
 class AskingLM(LM):
@@ -214,11 +217,13 @@ class AskingLM(LM):
         for preflight in self._preflights:
             preflight(requests, prompts)
         self._ask({(p.context, p.answer): p for p in prompts})
-        found = [self.answers.get(p.context, p.answer) for p in prompts]
-        unanswered = found.count(None)
+        answers = [self.answers.get(p.context, p.answer) for p in prompts]
+        unanswered = answers.count(None)
         if unanswered:
-            raise EngineError(f"{unanswered} of {len(found)} requests were not answered", "run the same command again")
-        return [answer for answer in found if answer is not None]
+            raise EngineError(
+                f"{unanswered} of {len(answers)} requests were not answered", "run the same command again"
+            )
+        return [answer for answer in answers if answer is not None]
 
     def _ask(self, prompts: dict[tuple[str, str], Prompt]) -> None:
         missing = [p for p in prompts.values() if self.answers.get(p.context, p.answer) is None]
@@ -227,7 +232,7 @@ class AskingLM(LM):
         with phase("tasks", total=len(missing), unit="answers", item="answer") as advance:
             self.inner.set_cache_hook(Recorder(self.answers, advance))
             try:
-                found = self.inner._loglikelihood_tokens([p.request() for p in missing], disable_tqdm=True)
+                answers = self.inner._loglikelihood_tokens([p.request() for p in missing], disable_tqdm=True)
             except self._failures as error:
                 have = sum(self.answers.get(p.context, p.answer) is not None for p in prompts.values())
                 raise EngineError(
@@ -235,15 +240,15 @@ class AskingLM(LM):
                     "answered and kept; the run is INVALID until it is whole, and no score is given",
                     "start the server again and run the same command: it goes on from there",
                 ) from error
-        for prompt, answer in zip(missing, found, strict=True):
+        for prompt, answer in zip(missing, answers, strict=True):
             self.answers.add(prompt.context, prompt.answer, answer)
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Whole-text likelihoods, as the inner model computes them; not resumed."""
-        found: list[float] = self.inner.loglikelihood_rolling(requests, disable_tqdm=True)
-        return found
+        values: list[float] = self.inner.loglikelihood_rolling(requests, disable_tqdm=True)
+        return values
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """Greedy generation by the inner model; not stored (a text may quote its question), so not resumed."""
-        found: list[str] = self.inner.generate_until(requests, disable_tqdm=True)
-        return found
+        texts: list[str] = self.inner.generate_until(requests, disable_tqdm=True)
+        return texts

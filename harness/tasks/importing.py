@@ -29,8 +29,8 @@ TOLERANCE = 1e-9
 
 
 @dataclass(slots=True)
-class _Found:
-    """One file, taken apart: leaves with their counts, groups with their leaves."""
+class _Contents:
+    """The files, taken apart: leaves with their counts, groups with their leaves."""
 
     leaves: dict[str, TaskResult] = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
@@ -45,16 +45,16 @@ def import_results(files: Sequence[Path], folder: Path, name: str, *, metric: st
         IncomparableError: a stated accuracy is not what its counts give, or versions of lm-eval differ.
     """
     documents = [(file, _read(file)) for file in files]
-    found = _Found()
+    contents = _Contents()
     for file, document in documents:
-        _collect(found, file, document, metric)
-    results = [*found.leaves.values()]
-    results += [group_result(g, [found.leaves[leaf] for leaf in leaves]) for g, leaves in found.groups.items()]
+        _collect(contents, file, document, metric)
+    results = [*contents.leaves.values()]
+    results += [group_result(g, [contents.leaves[leaf] for leaf in leaves]) for g, leaves in contents.groups.items()]
     for file, document in documents:
         _check_stated(file, document, {result.name: result for result in results})
     with folder_lock(folder):
-        digest = write_items(folder, items_table(found.rows)) if found.rows else ""
-        receipt = _receipt(documents, name, found, results, digest)
+        digest = write_items(folder, items_table(contents.rows)) if contents.rows else ""
+        receipt = _receipt(documents, name, contents, results, digest)
         save_receipt(folder, receipt)
     return receipt
 
@@ -71,17 +71,17 @@ def _read(file: Path) -> dict[str, Any]:
     return document
 
 
-def _collect(found: _Found, file: Path, document: Mapping[str, Any], metric: str) -> None:
+def _collect(contents: _Contents, file: Path, document: Mapping[str, Any], metric: str) -> None:
     groups = _groups(document)
     for task, stated in document["results"].items():
         if task in groups or f"{metric},none" not in stated:
             continue
-        if task in found.leaves:
+        if task in contents.leaves:
             raise UsageError(f"{task} is in two of the files", "name the files of one model, each task once")
         rows = _samples(file, task, metric)
-        found.rows += rows
-        found.leaves[task] = _leaf(document, task, stated, metric, rows)
-    found.groups |= {g: leaves for g, leaves in groups.items() if leaves and set(leaves) <= set(found.leaves)}
+        contents.rows += rows
+        contents.leaves[task] = _leaf(document, task, stated, metric, rows)
+    contents.groups |= {g: leaves for g, leaves in groups.items() if leaves and set(leaves) <= set(contents.leaves)}
 
 
 def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -167,7 +167,7 @@ def _check_stated(file: Path, document: Mapping[str, Any], results: Mapping[str,
 def _receipt(
     documents: Sequence[tuple[Path, dict[str, Any]]],
     name: str,
-    found: _Found,
+    contents: _Contents,
     results: list[TaskResult],
     items_sha256: str,
 ) -> TaskReceipt:
@@ -175,10 +175,11 @@ def _receipt(
     if len(versions) > 1:
         raise IncomparableError(f"the files are of lm-eval {' and '.join(sorted(versions))}", "import one version")
     config = documents[0][1].get("config") or {}
-    inner = {leaf for leaves in found.groups.values() for leaf in leaves}
-    tops = [g for g, leaves in found.groups.items() if not any(set(leaves) < set(o) for o in found.groups.values())]
-    entries = [*tops, *(leaf for leaf in found.leaves if leaf not in inner)]
-    limits = {entry: _limit_of(documents, entry, found) for entry in entries}
+    groups = contents.groups
+    inner = {leaf for leaves in groups.values() for leaf in leaves}
+    tops = [g for g, leaves in groups.items() if not any(set(leaves) < set(o) for o in groups.values())]
+    entries = [*tops, *(leaf for leaf in contents.leaves if leaf not in inner)]
+    limits = {entry: _limit_of(documents, entry, contents) for entry in entries}
     digest = json_digest([file_digest(file) for file, _ in documents])
     return TaskReceipt(
         key=digest,
@@ -190,18 +191,18 @@ def _receipt(
         limit=limits,
         seeds={k: int(config[f"{k}_seed"]) for k in ("random", "numpy", "torch", "fewshot") if f"{k}_seed" in config},
         results=results,
-        items=len(found.rows),
+        items=len(contents.rows),
         items_sha256=items_sha256,
         environment={
             "lm_eval": versions.pop(),
             "transformers": str(documents[0][1].get("transformers_version", UNKNOWN)),
         },
-        notes=[] if found.rows else ["published counts without items: no paired comparison is possible"],
+        notes=[] if contents.rows else ["published counts without items: no paired comparison is possible"],
     )
 
 
-def _limit_of(documents: Sequence[tuple[Path, dict[str, Any]]], entry: str, found: _Found) -> int | None:
-    wanted = found.groups.get(entry, [entry])[0]
+def _limit_of(documents: Sequence[tuple[Path, dict[str, Any]]], entry: str, contents: _Contents) -> int | None:
+    wanted = contents.groups.get(entry, [entry])[0]
     limit = next((d.get("config", {}).get("limit") for _, d in documents if wanted in d["results"]), None)
     return int(limit) if limit else None
 

@@ -60,10 +60,10 @@ def item_rows(
 def _row(task: str, sample: Mapping[str, Any], metric: str, truncated: Truncated | None) -> dict[str, Any]:
     value = sample.get(metric)
     if value not in (0, 1):
-        known = ", ".join(sorted(sample.get("metrics", [])))
+        metrics = ", ".join(sorted(sample.get("metrics", [])))
         raise UsageError(
             f"{task}: {metric} is {'not there' if value is None else f'{value}, not 0 or 1'}",
-            f"name an accuracy as the suite's metric; this task has {known}",
+            f"name an accuracy as the suite's metric; this task has {metrics}",
         )
     row: dict[str, Any] = {name: sample[name] for name in ("doc_id", "filter", "doc_hash", "prompt_hash")}
     row |= {"task": task, "target_hash": sample["target_hash"], "correct": int(value)}

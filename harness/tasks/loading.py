@@ -75,17 +75,17 @@ def find_sources(suite: Suite, data: Path | None) -> tuple[dict[str, Source], li
     """
     if data is not None and not data.is_dir():
         raise UsageError(f"--data {data.name} is not a folder", "name the folder that holds mmlu/ or gpqa_diamond.csv")
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     missing: list[Missing] = []
     for entry in suite.tasks:
         source = _source(entry, data)
         if isinstance(source, str):
             missing.append(Missing(task=entry.name, why=source))
         else:
-            found[entry.name] = source
-    if not found:
+            sources[entry.name] = source
+    if not sources:
         raise UsageError(f"nothing of suite {suite.name} can be run: {missing[0].why}", "see --data")
-    return found, missing
+    return sources, missing
 
 
 def _source(entry: Entry, data: Path | None) -> Source | str:
@@ -174,16 +174,16 @@ def _load_entry(loaded: Loaded, suite: Suite, entry: Entry, source: Source, fold
         manager = TaskManager(include_path=str(tasks_folder() / family[0]), include_defaults=False)
     else:
         manager = TaskManager()
-    found = _documents(manager, entry, source)
-    if twice := set(found["tasks"]) & set(loaded.tasks):
+    stock = _documents(manager, entry, source)
+    if twice := set(stock["tasks"]) & set(loaded.tasks):
         raise UsageError(f"{sorted(twice)[0]} is in two entries of suite {suite.name}", "ask it once")
-    for name, task in found["tasks"].items():
+    for name, task in stock["tasks"].items():
         _prepare(task, suite, entry)
         loaded.configs[name] = config_digest(task)
         if source.kind != "none":
             _process_once(task, suite.seeds.random)
         loaded.tasks[name], loaded.entry_of[name] = task, entry.name
-    loaded.groups |= found["groups"]
+    loaded.groups |= stock["groups"]
     loaded.sources[entry.name] = source
 
 
@@ -194,7 +194,7 @@ def _documents(manager: Any, entry: Entry, source: Source) -> dict[str, Any]:
     from datasets.exceptions import DatasetsError
 
     try:
-        found: dict[str, Any] = manager.load([entry.name])
+        stock: dict[str, Any] = manager.load([entry.name])
     except (OSError, DatasetsError) as error:
         if source.kind != "hub":
             raise
@@ -202,7 +202,7 @@ def _documents(manager: Any, entry: Entry, source: Source) -> dict[str, Any]:
             f"its documents cannot be had from the Hub ({type(error).__name__})",
             "connect, log in with `hf auth login` where the set is gated, or point --data at local files",
         ) from error
-    return found
+    return stock
 
 
 def _family(name: str) -> tuple[str, str] | None:

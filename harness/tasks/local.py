@@ -1,7 +1,8 @@
 """Documents of MMLU and GPQA from files on this disk, in memory, in the columns of the Hub's data sets.
 
 Nothing is written: a gated set must not lie in a cache in the clear, and an in-memory set has no stale shuffle of its
-choices from another seed.
+choices from another seed. MMLU's development questions come from the installed lm_eval package: they are its
+chain-of-thought examples, question and lettered choices in one text, and an explanation that ends with the letter.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ GPQA_COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect A
 #: Stands for all documents where only a task's definition is looked at.
 EMPTY = dict.fromkeys((*MMLU_COLUMNS, *GPQA_COLUMNS), "") | {"choices": [""] * 4, "answer": 0}
 GPQA_HUB = "Idavidrein/gpqa"
+
+LETTERS = "ABCD"
+_QUESTION = re.compile(r"(.*?)\s*\(A\)\s*(.*?)\s*\(B\)\s*(.*?)\s*\(C\)\s*(.*?)\s*\(D\)\s*(.*)\Z", re.DOTALL)
+_ANSWER = re.compile(r"answer is \(?([A-D])\)?")
 
 
 # ---- finding ---------------------------------------------------------------------------------------------------------
@@ -58,8 +63,8 @@ def data_digest(files: Sequence[Path], root: Path) -> str:
 
 def mmlu_files(root: Path) -> list[Path]:
     """Every split file of every subject."""
-    found = [_split_file(child, split) for child in _folders(root) for split in ("test", "dev")]
-    return [file for file in found if file]
+    files = [_split_file(child, split) for child in _folders(root) for split in ("test", "dev")]
+    return [file for file in files if file]
 
 
 def _folders(root: Path) -> list[Path]:
@@ -155,6 +160,44 @@ def hub_gpqa_rows(config: str) -> list[dict[str, Any]]:
         return gpqa_rows(Path(file))
 
 
+# ---- development questions -------------------------------------------------------------------------------------------
+
+
+def tasks_folder() -> Path:
+    """The folder of task definitions in the installed lm_eval package."""
+    package = importlib.util.find_spec("lm_eval")
+    if package is None or package.origin is None:
+        raise EngineError("lm_eval is not installed", "pip install 'lm_eval>=0.4.13'")
+    return Path(package.origin).parent / "tasks"
+
+
+@cache
+def development_questions() -> dict[str, list[dict[str, Any]]]:
+    """Rows ``question, subject, choices, answer`` by subject; an example that names no answer is left out."""
+    files = sorted((tasks_folder() / "mmlu" / "flan_cot_fewshot").glob("mmlu_*.yaml"))
+    by_subject: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        subject = str(content["dataset_name"])
+        rows = [_row(sample, subject) for sample in content["fewshot_config"]["samples"]]
+        by_subject[subject] = [row for row in rows if row is not None]
+    if len(by_subject) != 57 or not all(by_subject.values()):
+        raise EngineError(
+            f"the installed lm_eval carries development questions of {len(by_subject)} subjects, not of 57",
+            "install the version that the suite names",
+        )
+    return by_subject
+
+
+def _row(sample: dict[str, str], subject: str) -> dict[str, Any] | None:
+    question, answers = _QUESTION.match(sample["question"]), _ANSWER.findall(sample["target"])
+    if question is None or not answers:
+        return None
+    text, *choices = question.groups()
+    answer = LETTERS.index(answers[-1])
+    return {"question": text.strip(), "subject": subject, "choices": [c.strip() for c in choices], "answer": answer}
+
+
 # ---- what lm-eval calls ----------------------------------------------------------------------------------------------
 
 
@@ -179,51 +222,6 @@ def _splits(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
     """An in-memory ``DatasetDict``; an empty split takes the columns of the others."""
     from datasets import Dataset, DatasetDict
 
-    full = {name: Dataset.from_list(found) for name, found in rows.items() if found}
+    full = {name: Dataset.from_list(split) for name, split in rows.items() if split}
     first = next(iter(full.values()))
     return DatasetDict({name: full[name] if name in full else first.select([]) for name in rows})
-
-
-# The MMLU development questions inside the installed lm_eval package, in the shape of the Hub's data set.
-#
-# They are its chain-of-thought examples: question and lettered choices in one text, and an explanation that ends with
-# the letter. Read when asked for and kept in memory: nothing of them is stored.
-
-LETTERS = "ABCD"
-_QUESTION = re.compile(r"(.*?)\s*\(A\)\s*(.*?)\s*\(B\)\s*(.*?)\s*\(C\)\s*(.*?)\s*\(D\)\s*(.*)\Z", re.DOTALL)
-_ANSWER = re.compile(r"answer is \(?([A-D])\)?")
-
-
-def tasks_folder() -> Path:
-    """The folder of task definitions in the installed lm_eval package."""
-    found = importlib.util.find_spec("lm_eval")
-    if found is None or found.origin is None:
-        raise EngineError("lm_eval is not installed", "pip install 'lm_eval>=0.4.13'")
-    return Path(found.origin).parent / "tasks"
-
-
-@cache
-def development_questions() -> dict[str, list[dict[str, Any]]]:
-    """Rows ``question, subject, choices, answer`` by subject; an example that names no answer is left out."""
-    files = sorted((tasks_folder() / "mmlu" / "flan_cot_fewshot").glob("mmlu_*.yaml"))
-    found: dict[str, list[dict[str, Any]]] = {}
-    for file in files:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        subject = str(content["dataset_name"])
-        rows = [_row(sample, subject) for sample in content["fewshot_config"]["samples"]]
-        found[subject] = [row for row in rows if row is not None]
-    if len(found) != 57 or not all(found.values()):
-        raise EngineError(
-            f"the installed lm_eval carries development questions of {len(found)} subjects, not of 57",
-            "install the version that the suite names",
-        )
-    return found
-
-
-def _row(sample: dict[str, str], subject: str) -> dict[str, Any] | None:
-    question, answers = _QUESTION.match(sample["question"]), _ANSWER.findall(sample["target"])
-    if question is None or not answers:
-        return None
-    text, *choices = question.groups()
-    answer = LETTERS.index(answers[-1])
-    return {"question": text.strip(), "subject": subject, "choices": [c.strip() for c in choices], "answer": answer}

@@ -55,8 +55,8 @@ def build_receipt(
     """Write items.parquet, then tasks.json."""
     rows: list[dict[str, Any]] = []
     results: list[TaskResult] = []
-    for leaf, found in samples.items():
-        made, result = _leaf(run, leaf, found, metrics[leaf], lm)
+    for leaf, its_samples in samples.items():
+        made, result = _leaf(run, leaf, its_samples, metrics[leaf], lm)
         rows += made
         results.append(result)
     results += _groups(run, {result.name: result for result in results}, metrics)
@@ -135,14 +135,14 @@ def _cut_off(task: Any, lm: AskingLM) -> Truncated | None:
 
 def _values(stated: Mapping[str, Any]) -> dict[str, Value]:
     """All of lm-eval's metrics of one task or group, with its own standard errors."""
-    found = {}
+    values = {}
     for key, value in stated.items():
         metric, comma, name = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
             error = stated.get(f"{metric}_stderr,{name}")
-            known = float(error) if isinstance(error, (int, float)) else None
-            found[key] = Value(value=float(value), stderr=known)
-    return found
+            stderr = float(error) if isinstance(error, (int, float)) else None
+            values[key] = Value(value=float(value), stderr=stderr)
+    return values
 
 
 def _task_hash(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -152,7 +152,7 @@ def _task_hash(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _groups(run: Circumstances, leaves: Mapping[str, TaskResult], metrics: Mapping[str, Any]) -> list[TaskResult]:
-    found = []
+    results = []
     for name, group in run.loaded.groups.items():
         members = [leaves[task.task_name] for task in group.get_all_tasks() if task.task_name in leaves]
         if not members:
@@ -161,8 +161,8 @@ def _groups(run: Circumstances, leaves: Mapping[str, TaskResult], metrics: Mappi
         result = group_result(name, members, alias=str(stated.get("alias", name)), version=str(group.version))
         result = result.model_copy(update={"metrics": _values(stated)})
         _require_agreement(result, stated, run.suite.entry(run.loaded.entry_of[members[0].name]))
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def _require_agreement(result: TaskResult, stated: Mapping[str, Any], entry: Entry) -> None:
@@ -177,32 +177,32 @@ def _require_agreement(result: TaskResult, stated: Mapping[str, Any], entry: Ent
 
 def deviations(run: Circumstances) -> list[str]:
     """What was done otherwise than the suite says."""
-    found = []
+    departed = []
     if run.limit is not None:
         for entry in run.suite.tasks:
             if entry.limit != run.limit:
                 planned = "all" if entry.limit is None else f"the first {entry.limit}"
-                found.append(f"{entry.name}: the first {run.limit} documents of each task, the suite says {planned}")
+                departed.append(f"{entry.name}: the first {run.limit} documents of each task, the suite says {planned}")
     installed = versions()["lm_eval"]
     if installed != run.suite.lm_eval:
-        found.append(f"lm_eval {installed}, the suite says {run.suite.lm_eval}")
-    return found + [f"{missing.task} was not run: {missing.why}" for missing in run.loaded.missing]
+        departed.append(f"lm_eval {installed}, the suite says {run.suite.lm_eval}")
+    return departed + [f"{missing.task} was not run: {missing.why}" for missing in run.loaded.missing]
 
 
 def notes(suite: Suite, results: Sequence[TaskResult]) -> list[str]:
     """What a reader must know before the numbers."""
-    found = []
+    lines = []
     for entry in suite.tasks:
         result = next((r for r in results if r.name == entry.name), None)
         if result is None:
             continue
         unreadable, cut = result.extraction_failure_rate, result.truncation_rate
         if unreadable is not None and unreadable > UNREADABLE:
-            found.append(f"{entry.name}: no answer could be read from {unreadable:.1%} of the outputs")
+            lines.append(f"{entry.name}: no answer could be read from {unreadable:.1%} of the outputs")
         if unreadable is not None and unreadable > 0.8:
-            found.append(f"{entry.name}: extraction, not ability, is what this number shows: no headline")
+            lines.append(f"{entry.name}: extraction, not ability, is what this number shows: no headline")
         if cut:
-            found.append(f"{entry.name}: {cut:.1%} of the outputs were cut off at the token limit")
+            lines.append(f"{entry.name}: {cut:.1%} of the outputs were cut off at the token limit")
     if any(result.kind == "group" for result in results):
-        found.append("accuracies of groups are micro averages: every item counts the same; macro is the mean of tasks")
-    return found
+        lines.append("accuracies of groups are micro averages: every item counts the same; macro is the mean of tasks")
+    return lines

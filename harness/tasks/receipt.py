@@ -116,14 +116,14 @@ class TaskReceipt(Strict):
 
     def result(self, name: str) -> TaskResult | None:
         """The result of one task or group."""
-        return next((found for found in self.results if found.name == name), None)
+        return next((result for result in self.results if result.name == name), None)
 
     def leaves(self, name: str) -> list[TaskResult]:
         """The tasks of a group, or the task itself."""
-        found = self.result(name)
-        if found is None:
+        result = self.result(name)
+        if result is None:
             return []
-        return [found] if found.kind == "task" else [leaf for leaf in map(self.result, found.tasks) if leaf]
+        return [result] if result.kind == "task" else [leaf for leaf in map(self.result, result.tasks) if leaf]
 
     @property
     def label(self) -> str:
@@ -136,15 +136,15 @@ def selection(receipt: TaskReceipt, entry: str) -> str:
 
     Development questions say so: they are not the benchmark that the task's name stands for.
     """
-    found, limit = receipt.result(entry), receipt.limit.get(entry)
-    if found is None:
+    result, limit = receipt.result(entry), receipt.limit.get(entry)
+    if result is None:
         return ""
-    whole = found.original if found.original is not None else found.n
-    kind = " development questions" if found.data == "wheel" else ""
-    if limit is None or found.n == whole:
-        return f"all {found.n:,}{kind}"
+    whole = result.original if result.original is not None else result.n
+    kind = " development questions" if result.data == "wheel" else ""
+    if limit is None or result.n == whole:
+        return f"all {result.n:,}{kind}"
     leaves = len(receipt.leaves(entry))
-    return (f"{leaves} x first {limit}" if leaves > 1 else f"first {found.n:,} of {whole:,}") + kind
+    return (f"{leaves} x first {limit}" if leaves > 1 else f"first {result.n:,} of {whole:,}") + kind
 
 
 def save_receipt(folder: Path, receipt: TaskReceipt) -> None:
@@ -158,11 +158,11 @@ def load_receipt(path: Path) -> TaskReceipt:
     return load_json(file, TaskReceipt, "name a folder that `fidelity tasks` wrote, or run the tasks again")
 
 
-# From counts to the results of tasks and groups.
+# ---- from counts to results ------------------------------------------------------------------------------------------
 
 
-def leaf_result(task: str, count: Count, *, metric: str, original: int | None, **known: Any) -> TaskResult:
-    """One task's result; ``known`` are further fields of `TaskResult`."""
+def leaf_result(task: str, count: Count, *, metric: str, original: int | None, **fields: Any) -> TaskResult:
+    """One task's result; ``fields`` are further ones of `TaskResult`."""
     return TaskResult(
         name=task,
         kind="task",
@@ -172,7 +172,7 @@ def leaf_result(task: str, count: Count, *, metric: str, original: int | None, *
         correct=count.correct,
         value=count.accuracy,
         stderr=count.stderr,
-        **({"alias": task} | known),
+        **({"alias": task} | fields),
     )
 
 

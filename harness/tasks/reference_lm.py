@@ -65,23 +65,23 @@ class ReferenceLM(TemplateLM):
         questions: dict[tuple[int, ...], list[int]] = {}
         for number, (_texts, context, _answer) in enumerate(requests):
             questions.setdefault(tuple(context), []).append(number)
-        found: dict[int, Answer] = {}
+        by_number: dict[int, Answer] = {}
         asked = [(list(context), [requests[n][2] for n in numbers]) for context, numbers in questions.items()]
         for numbers, answers in zip(questions.values(), self._scorer.score(asked), strict=True):
             for number, answer in zip(numbers, answers, strict=True):
-                found[number] = answer
+                by_number[number] = answer
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
-        return [found[number] for number in range(len(requests))]
+        return [by_number[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Whole texts: lm-eval's own HFLM on the loaded model is enough."""
-        found: list[float] = self._hflm().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        return found
+        values: list[float] = self._hflm().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        return values
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Greedy generation: lm-eval's own HFLM on the loaded model is enough."""
-        found: list[str] = self._hflm().generate_until(requests, disable_tqdm=disable_tqdm)
-        return found
+        texts: list[str] = self._hflm().generate_until(requests, disable_tqdm=disable_tqdm)
+        return texts
 
     def _hflm(self) -> Any:
         from lm_eval.models.huggingface import HFLM
@@ -137,11 +137,11 @@ class CachedScorer:
             out = self._model(input_ids=self._ids([inputs[0][:shared]]), use_cache=any(rests))
         start_TV = out.logits[0]
         tails = self._tails(getattr(out, self._cache), [rest for rest in rests if rest]) if any(rests) else iter(())
-        found = []
+        scored = []
         for rest, answer in zip(rests, answers, strict=True):
             logits_TV = torch.cat([start_TV, next(tails)]) if rest else start_TV
-            found.append(answer_of(logits_TV[: len(answer)], answer))
-        return found
+            scored.append(answer_of(logits_TV[: len(answer)], answer))
+        return scored
 
     def _tails(self, cache: Any, rests: list[list[int]]) -> Iterator[torch.Tensor]:
         """Logits ``[T, V]`` of each rest. A cache of attention alone is repeated for all of them in one batch."""

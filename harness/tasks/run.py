@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,22 +39,78 @@ class Result:
     reused: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam:
+    """A suite as it can be asked here: its seal, where its documents are, and which tasks have none."""
+
+    suite: Suite
+    lock: SuiteLock | None
+    sources: dict[str, Source]
+    missing: list[Missing]
+    limit: int | None
+
+    def key(self) -> dict[str, Any]:
+        """All that a result depends on besides the model that is asked."""
+        return {
+            "suite": self.suite.sha256,
+            "limit": self.limit,
+            "data": {name: [source.kind, source.sha256] for name, source in self.sources.items()},
+            "missing": [entry.task for entry in self.missing],
+        }
+
+
 def run_suite(request: Request) -> Result:
     """Run a suite, or give back the finished run of exactly this question."""
-    path = find_suite(request.suite)
-    suite = load_suite(path)
-    lock = load_lock(path, suite)
-    sources, missing = find_sources(suite, request.data)
+    exam = find_exam(request.suite, request.data, request.limit)
     subject = find_subject(request)
     answers_key = json_digest(model_key(request, subject))
-    key = json_digest({"answers": answers_key} | _question_key(request, suite, sources, missing))
+    key = json_digest({"answers": answers_key} | exam.key())
     part = f"-limit{request.limit}" if request.limit else ""
-    folder = request.out or folder_name(subject.located.name, f"tasks-{suite.name}", key=key, partial=part)
+    folder = request.out or folder_name(subject.located.name, f"tasks-{exam.suite.name}", key=key, partial=part)
     with folder_lock(folder):
         if done := finished(folder, key, TASKS):
             return Result(folder=folder, receipt=done, reused=True)
-        receipt = _run(request, suite, lock, sources, missing, subject, folder, key, answers_key)
+        started, answers = time.time(), Answers(folder, answers_key)
+        kept = len(answers)
+        receipt = _examine(request, exam, subject, answers, folder, key)
+        answers.discard()
+        write_run(folder, started, items=receipt.items, answers_kept_from_before=kept)
     return Result(folder=folder, receipt=receipt, reused=False)
+
+
+def find_exam(name: str, data: Path | None, limit: int | None = None) -> Exam:
+    """Find a suite, its seal and its documents.
+
+    Args:
+        data: a folder with local documents.
+        limit: the first so many documents of each task, instead of the suite's own limits.
+    """
+    path = find_suite(name)
+    suite = load_suite(path)
+    lock = load_lock(path, suite)
+    sources, missing = find_sources(suite, data)
+    return Exam(suite=suite, lock=lock, sources=sources, missing=missing, limit=limit)
+
+
+def _examine(request: Request, exam: Exam, subject: Subject, answers: Answers, folder: Path, key: str) -> TaskReceipt:
+    """Load the tasks, open the model, ask what is not answered yet, and write the receipt."""
+    from harness.tasks.evaluating import evaluate_suite, quiet_lm_eval
+
+    quiet_transformers()
+    with tempfile.TemporaryDirectory() as place, quiet_lm_eval():
+        loaded = load_tasks(exam.suite, exam.sources, exam.missing, Path(place))
+        lm, identity, checks = open_subject(request, subject, answers)
+        samples, metrics, sealed = evaluate_suite(lm, exam.suite, loaded, exam.lock, limit=exam.limit)
+        circumstances = Circumstances(
+            key=key,
+            suite=exam.suite,
+            loaded=loaded,
+            identity=identity,
+            checks=checks,
+            sealed=sealed,
+            limit=exam.limit,
+        )
+        return build_receipt(folder, circumstances, samples, metrics, lm)
 
 
 def seal(name: str, data: Path | None) -> tuple[Path, SuiteLock]:
@@ -72,46 +126,3 @@ def seal(name: str, data: Path | None) -> tuple[Path, SuiteLock]:
         definitions = load_definitions(suite, names, Path(place) / "definitions")
         lock = seal_suite(suite, loaded, definitions, versions()["lm_eval"])
     return save_lock(path, lock), lock
-
-
-def _question_key(
-    request: Request, suite: Suite, sources: dict[str, Source], missing: Sequence[Missing]
-) -> dict[str, Any]:
-    return {
-        "suite": suite.sha256,
-        "limit": request.limit,
-        "data": {name: [source.kind, source.sha256] for name, source in sources.items()},
-        "missing": [entry.task for entry in missing],
-    }
-
-
-def _run(
-    request: Request,
-    suite: Suite,
-    lock: SuiteLock | None,
-    sources: dict[str, Source],
-    missing: Sequence[Missing],
-    subject: Subject,
-    folder: Path,
-    key: str,
-    answers_key: str,
-) -> TaskReceipt:
-    from harness.tasks.evaluating import evaluate_suite, quiet_lm_eval
-
-    started = time.time()
-    quiet_transformers()
-    with ExitStack() as stack:
-        stack.enter_context(quiet_lm_eval())
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        loaded = load_tasks(suite, sources, missing, place)
-        answers = Answers(folder, answers_key)
-        already = len(answers)
-        lm, identity, checks = open_subject(request, subject, answers)
-        samples, metrics, sealed = evaluate_suite(lm, suite, loaded, lock, limit=request.limit)
-        circumstances = Circumstances(
-            key=key, suite=suite, loaded=loaded, identity=identity, checks=checks, sealed=sealed, limit=request.limit
-        )
-        receipt = build_receipt(folder, circumstances, samples, metrics, lm)
-    answers.discard()
-    write_run(folder, started, items=receipt.items, answers_kept_from_before=already)
-    return receipt

@@ -127,8 +127,8 @@ class ServedPreflight:
                 "the server's answer has no log-probabilities of the prompt",
                 "it must support echo with logprobs in /v1/completions (vLLM and SGLang do)",
             )
-        found: dict[str, Any] = choices[0]
-        return found
+        choice: dict[str, Any] = choices[0]
+        return choice
 
     def _same_tokenizer(self, prompt: Prompt) -> None:
         """Where the server can tokenize (vLLM), its ids must be ours."""

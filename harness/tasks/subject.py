@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import ComputeDType
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import (
@@ -23,6 +22,7 @@ from harness.environment import environment, source_digest
 from harness.errors import EngineError, UsageError
 from harness.measure.receipt import SideIdentity
 from harness.measure.result import census_of
+from harness.measure.run import find_candidate
 from harness.measure.teacher import MODELS, read_spec
 from harness.panel.tokenizer import load_tokenizer
 from harness.tasks.asking import Answers
@@ -85,9 +85,13 @@ def find_subject(request: Request) -> Subject:
     # The server first: a wrong address should not wait for gigabytes to be digested.
     server = find_server(request.base_url, request.served_model) if request.base_url else None
     if request.engine == "llamacpp":
-        gguf = locate_gguf(request.candidate, request.revision)
-        weights, tokenizer = digests_of_gguf(gguf)
-        return Subject(located=gguf, weights_sha256=weights, tokenizer_sha256=tokenizer, server=None)
+        gguf = find_candidate(request.candidate, request.revision, request.engine)
+        return Subject(
+            located=gguf.located,
+            weights_sha256=gguf.weights_sha256,
+            tokenizer_sha256=gguf.tokenizer_sha256,
+            server=None,
+        )
     located = _locate(request)
     if tokenizer_of(located) == NO_TOKENIZER:
         raise EngineError(f"{located.name} has no tokenizer", "tasks are text: put tokenizer.json into its folder")

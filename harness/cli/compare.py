@@ -81,18 +81,19 @@ def estimators(
 
 def _compare_tasks(runs: list[Path], teacher: Path | None, out: Path | None, as_json: bool) -> None:
     """Task runs alone: no panel, no KL."""
-    from harness.compare.task_model import FILE, save_task_comparisons
+    from harness.compare.task_model import TASK_COMPARISON_FILE, save_task_comparisons
     from harness.compare.tasks import compare_task_runs
     from harness.report.task_tables import markdown
+    from harness.report.words import worded_tasks
     from harness.store import slug, write_text
 
     found = compare_task_runs(runs, teacher=teacher)
     names = [slug(name)[:40] for name in found.arms]
     folder = out or Path("reports") / f"compare-tasks--{'--'.join(names[1:3])}--vs--{names[0]}"
     write_text(folder / "report.md", markdown([found]))
-    save_task_comparisons(folder, [found])
+    save_task_comparisons(folder, [worded_tasks(found)])
     if as_json:
-        typer.echo((folder / FILE).read_text(), nl=False)
+        typer.echo((folder / TASK_COMPARISON_FILE).read_text(), nl=False)
         return
     _show_tasks([found])
     typer.echo(f"report: {folder / 'report.md'}")
@@ -123,6 +124,7 @@ def _show_tasks(tasks: list[TaskComparisons]) -> None:
     from rich.console import Console
 
     from harness.report import task_tables
+    from harness.report.words import task_warnings
 
     console = Console()
     for found in tasks:
@@ -132,7 +134,7 @@ def _show_tasks(tasks: list[TaskComparisons]) -> None:
             console.print(f"[bold]{text}[/bold]", highlight=False)
         for text in found.deviations:
             console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)
-        for text in found.warnings:
+        for text in task_warnings(found):
             console.print(f"note: {text}", highlight=False)
 
 

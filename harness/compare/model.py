@@ -44,6 +44,11 @@ class Figure(Strict):
         """The record of an estimate."""
         return cls(**{name: getattr(estimate, name) for name in cls.model_fields})
 
+    def scaled(self, factor: float) -> Figure:
+        """The same in another unit."""
+        ends = {name: None if (v := getattr(self, name)) is None else factor * v for name in ("low", "high")}
+        return self.model_copy(update={"estimate": factor * self.estimate, **ends})
+
 
 class Largest(Strict):
     """The largest KL and where it is. A maximum has no interval and grows with ``positions``."""

@@ -1,4 +1,7 @@
-"""task-comparison.json: two or more models on the same task items. The first arm is the baseline."""
+"""task-comparison.json: two or more models on the same task items. The first arm is the baseline.
+
+Warnings and the reasons of verdicts follow from the other fields: `harness.report.words` writes them into the file.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from harness.compare.model import BarOutcome, Figure
 from harness.records import Strict, load_json
 from harness.store import write_receipt
 
-FILE = "task-comparison.json"
+TASK_COMPARISON_FILE = "task-comparison.json"
 Verdict = Literal["better", "worse", "equivalent", "within noise"]
 
 
-class ItemArm(Strict):
+class TaskArm(Strict):
     """One model on one task or group: ``stderr`` is lm-eval's, ``low`` and ``high`` Wilson's interval."""
 
     name: str
@@ -30,13 +33,6 @@ class ItemArm(Strict):
     which: str
     extraction_failure_rate: float | None
     truncation_rate: float | None
-
-    @property
-    def shown(self) -> str:
-        """``0.8342 ± 0.0105``."""
-        from harness.tasks.pooling import plus_minus
-
-        return plus_minus(self.accuracy, self.stderr)
 
 
 class TeacherAgreement(Strict):
@@ -61,11 +57,13 @@ class TeacherAgreement(Strict):
         return self.same_choice / self.n
 
 
-class ItemPair(Strict):
+class TaskPair(Strict):
     """One candidate against the baseline. Without pairing only ``difference`` (Newcombe's, unpaired) is there.
 
     ``lost`` are items that only the baseline answers right, ``won`` those that only the candidate does.
     ``margin_change`` is the mean change of the right answer's log-likelihood over the best wrong one, in nats.
+    ``may_flip`` is the largest share of items like these that may flip, where none did. ``reason`` is that of
+    `harness.stats.decide`, where a verdict rests on it.
     """
 
     baseline: str
@@ -86,7 +84,8 @@ class ItemPair(Strict):
     detectable: float | None
     margin: float
     verdict: Verdict
-    reason: str
+    may_flip: float | None = None
+    reason: str = ""
 
     @property
     def flips(self) -> int | None:
@@ -100,9 +99,18 @@ class TaskComparison(Strict):
     task: str
     metric: str
     tasks: int
-    arms: list[ItemArm]
-    pairs: list[ItemPair]
+    arms: list[TaskArm]
+    pairs: list[TaskPair]
     teacher: list[TeacherAgreement] = Field(default_factory=list)
+
+
+class RunNotes(Strict):
+    """What is said of one arm's run: its label, tasks that were not run and why, entries that not every run has."""
+
+    name: str
+    label: str
+    missing: dict[str, str]
+    alone: list[str]
 
 
 class TaskComparisons(Strict):
@@ -115,6 +123,8 @@ class TaskComparisons(Strict):
     keys: list[str]
     teacher: str | None
     teacher_key: str | None
+    teacher_lane: Literal["weights", "served"] | None = None
+    runs: list[RunNotes] = Field(default_factory=list)
     tasks: list[TaskComparison]
     bars: list[BarOutcome] = Field(default_factory=list)
     deviations: list[str] = Field(default_factory=list)
@@ -123,7 +133,7 @@ class TaskComparisons(Strict):
 
 def save_task_comparisons(folder: Path, found: list[TaskComparisons]) -> None:
     """Write task-comparison.json: one entry a suite."""
-    write_receipt(folder / FILE, [comparison.model_dump() for comparison in found])
+    write_receipt(folder / TASK_COMPARISON_FILE, [comparison.model_dump() for comparison in found])
 
 
 class _File(RootModel[list[TaskComparisons]]):
@@ -132,5 +142,5 @@ class _File(RootModel[list[TaskComparisons]]):
 
 def load_task_comparisons(path: Path) -> list[TaskComparisons]:
     """Read task-comparison.json from its folder or from the file itself."""
-    file = path / FILE if path.is_dir() else path
+    file = path / TASK_COMPARISON_FILE if path.is_dir() else path
     return load_json(file, _File, "name a folder that `fidelity compare` wrote, or compare again").root

@@ -23,6 +23,30 @@ class TaskRun:
     items: pd.DataFrame | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFolder:
+    """A folder that `fidelity tasks` or `fidelity import-lm-eval` wrote, and its receipt; items are not read."""
+
+    folder: Path
+    receipt: TaskReceipt
+
+    def result(self, entry: str) -> TaskResult:
+        """The result of an entry of its suite that it has."""
+        found = self.receipt.result(entry)
+        assert found is not None
+        return found
+
+    def alias(self, entry: str) -> str:
+        """The entry's short name, where lm-eval has one."""
+        found = self.receipt.result(entry)
+        return (found.alias if found else "").strip() or entry
+
+
+def load_tasks(folders: Sequence[Path]) -> list[TaskFolder]:
+    """Read the receipts of tasks folders."""
+    return [TaskFolder(folder=folder, receipt=load_receipt(folder)) for folder in folders]
+
+
 def load_task_run(path: Path) -> TaskRun:
     """Read a folder that `fidelity tasks` or `fidelity import-lm-eval` wrote."""
     folder = path if path.is_dir() else path.parent

@@ -7,15 +7,22 @@ divergence over the choices move before that, and are printed beside it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from harness.compare.model import BarOutcome, Comparison, Figure
-from harness.compare.task_model import ItemArm, ItemPair, TaskComparison, TaskComparisons, Verdict
-from harness.compare.task_pairing import TaskRun, choices_of, load_task_run, load_task_runs, paired_items
+from harness.compare.task_model import RunNotes, TaskArm, TaskComparison, TaskComparisons, TaskPair, Verdict
+from harness.compare.task_pairing import (
+    TaskFolder,
+    TaskRun,
+    choices_of,
+    load_task_run,
+    load_task_runs,
+    load_tasks,
+    paired_items,
+)
 from harness.compare.task_pairing import require_comparable as require_same_tasks
 from harness.compare.task_teacher import agreement_with, in_lane
 from harness.measure.receipt import load_measurement
@@ -33,13 +40,11 @@ from harness.stats import (
     t_interval,
     wilson,
 )
-from harness.tasks.receipt import TASKS_FILE, TaskReceipt, TaskResult, load_receipt, selection
+from harness.tasks.receipt import TASKS_FILE, TaskResult, selection
 from harness.types import UNKNOWN
 
 #: Largest difference of accuracy that does not matter, where the suite fixes none.
 MARGIN = 0.01
-#: Differences between two arms' shares of unreadable answers from which on a warning is due (FAULTS A 68).
-UNREADABLE_DIFFERENCE = 0.01
 ALPHA = 0.05
 
 
@@ -70,7 +75,18 @@ def compare_task_runs(paths: Sequence[Path], *, teacher: Path | None = None) -> 
         teacher_key=known.receipt.key if known else None,
         tasks=tasks,
         deviations=[f"{run.name}: {text}" for run in runs for text in run.receipt.deviations],
-        warnings=_warnings(runs, tasks, entries, known),
+        teacher_lane=known.receipt.lane if known else None,
+        runs=[_notes(run, entries) for run in runs],
+    )
+
+
+def _notes(run: TaskRun, entries: Sequence[str]) -> RunNotes:
+    receipt = run.receipt
+    return RunNotes(
+        name=run.name,
+        label=receipt.label,
+        missing={missing.task: missing.why for missing in receipt.missing},
+        alone=[entry for entry in receipt.suite.entries if entry not in entries],
     )
 
 
@@ -93,9 +109,9 @@ def _known(run: TaskRun, entry: str) -> TaskResult:
     return found
 
 
-def _arm(run: TaskRun, result: TaskResult, entry: str) -> ItemArm:
+def _arm(run: TaskRun, result: TaskResult, entry: str) -> TaskArm:
     low, high = wilson(result.correct, result.n)
-    return ItemArm(
+    return TaskArm(
         name=run.name,
         key=run.receipt.key,
         n=result.n,
@@ -114,7 +130,7 @@ def _arm(run: TaskRun, result: TaskResult, entry: str) -> ItemArm:
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _pair(entry: str, base: TaskRun, other: TaskRun, margin: float) -> ItemPair:
+def _pair(entry: str, base: TaskRun, other: TaskRun, margin: float) -> TaskPair:
     items = paired_items(base, other, entry)
     if isinstance(items, str):
         return _unpaired(_known(base, entry), _known(other, entry), base.name, other.name, items, margin)
@@ -124,7 +140,7 @@ def _pair(entry: str, base: TaskRun, other: TaskRun, margin: float) -> ItemPair:
     found = compare_items(a.correct.to_numpy(), b.correct.to_numpy(), subjects if several else None)
     verdict, reason = judge(found, margin)
     change, by_subject = _margin_change(a, b, subjects if several else None)
-    return ItemPair(
+    return TaskPair(
         baseline=base.name,
         other=other.name,
         paired=True,
@@ -143,23 +159,29 @@ def _pair(entry: str, base: TaskRun, other: TaskRun, margin: float) -> ItemPair:
         detectable=_detectable(found),
         margin=margin,
         verdict=verdict,
+        may_flip=None if found.a_only or found.b_only else may_flip(found),
         reason=reason,
     )
 
 
 def judge(found: ItemComparison, margin: float) -> tuple[Verdict, str]:
-    """Better or worse needs McNemar's exact test; equivalent needs the margin; all else is within noise."""
-    flips = found.a_only + found.b_only
-    if flips == 0:
-        most = clopper_pearson(0, found.n)[1]
-        verdict: Verdict = "equivalent" if most <= margin else "within noise"
-        return verdict, f"no item flipped; up to {most:.1%} of items like these may"
+    """Better or worse needs McNemar's exact test; equivalent needs the margin; all else is within noise.
+
+    The second is the reason that `decide` gives where the verdict is its own, else empty.
+    """
+    if found.a_only + found.b_only == 0:
+        return "equivalent" if may_flip(found) <= margin else "within noise", ""
     decision = decide(found.difference, margin, lower_is_better=False)
     if decision.verdict == "equivalent":
         return "equivalent", decision.reason
     if decision.verdict in ("better", "worse") and found.p < ALPHA:
-        return decision.verdict, f"McNemar's exact p = {found.p:.3g}"
-    return "within noise", f"{found.a_only} lost and {found.b_only} won: McNemar's exact p = {found.p:.3g}"
+        return decision.verdict, ""
+    return "within noise", ""
+
+
+def may_flip(found: ItemComparison) -> float:
+    """The largest share of items like these that may flip where none did, by Clopper and Pearson's interval."""
+    return clopper_pearson(0, found.n)[1]
 
 
 def _detectable(found: ItemComparison) -> float | None:
@@ -183,7 +205,7 @@ def _margin_change(
     return by_item, t_interval(group_totals(change_N[finite_N], subjects[finite_N]), unit="subject")
 
 
-def _unpaired(base: TaskResult, other: TaskResult, name: str, second: str, why: str, margin: float) -> ItemPair:
+def _unpaired(base: TaskResult, other: TaskResult, name: str, second: str, why: str, margin: float) -> TaskPair:
     """Two accuracies of items that cannot be matched: the interval of two independent samples."""
     low, high = newcombe((base.correct, base.n), (other.correct, other.n))
     verdict: Verdict = "within noise" if low <= 0 <= high else ("better" if low > 0 else "worse")
@@ -197,7 +219,7 @@ def _unpaired(base: TaskResult, other: TaskResult, name: str, second: str, why: 
         n=min(base.n, other.n),
         note=f"not paired: {why}",
     )
-    return ItemPair(
+    return TaskPair(
         baseline=name,
         other=second,
         paired=False,
@@ -216,63 +238,13 @@ def _unpaired(base: TaskResult, other: TaskResult, name: str, second: str, why: 
         detectable=None,
         margin=margin,
         verdict=verdict,
-        reason="the unpaired interval " + ("holds 0: not distinguishable" if low <= 0 <= high else "leaves 0"),
     )
 
 
-# ---- warnings --------------------------------------------------------------------------------------------------------
-
-
-def _warnings(
-    runs: Sequence[TaskRun], tasks: Sequence[TaskComparison], entries: Sequence[str], teacher: TaskRun | None
-) -> list[str]:
-    found = [f"{run.name} is {run.receipt.label}" for run in runs if run.receipt.label]
-    for run in runs:
-        found += [f"{run.name}: {m.task} was not run ({m.why})" for m in run.receipt.missing]
-        found += [f"{run.name}: {e} is not in every run" for e in run.receipt.suite.entries if e not in entries]
-    for task in tasks:
-        found += _reading_warnings(task)
-        found += [f"{task.task}: not paired ({pair.why_not})" for pair in task.pairs if not pair.paired]
-        if teacher is not None and len(task.teacher) < len(task.arms):
-            found.append(f"{task.task}: the teacher's items are not those of every arm")
-    if teacher is not None and teacher.receipt.lane != runs[0].receipt.lane:
-        found.append(f"the teacher was asked in the {teacher.receipt.lane} lane, the arms in the other")
-    return list(dict.fromkeys([*found, *_contrary(tasks)]))
-
-
-def _reading_warnings(task: TaskComparison) -> list[str]:
-    """Answers that could not be read, and arms that differ in them (FAULTS A 68)."""
-    rates = [arm.extraction_failure_rate for arm in task.arms if arm.extraction_failure_rate is not None]
-    found = [f"{task.task}: no answer could be read from {max(rates):.1%} of one arm's outputs"] if rates else []
-    if not rates or max(rates) <= 2 * UNREADABLE_DIFFERENCE:
-        found = []
-    if rates and max(rates) - min(rates) > UNREADABLE_DIFFERENCE:
-        found.append(f"{task.task}: the arms differ by {max(rates) - min(rates):.1%} in answers that cannot be read")
-    return found
-
-
-def _contrary(tasks: Sequence[TaskComparison]) -> list[str]:
-    """Tasks that point different ways within noise have no winner (FAULTS B 27)."""
-    found = []
-    for pairs in zip(*(task.pairs for task in tasks), strict=True):
-        signs = {np.sign(pair.difference.estimate) for pair in pairs} - {0.0}
-        if len(signs) > 1 and all(pair.verdict in ("within noise", "equivalent") for pair in pairs):
-            found.append(f"{pairs[0].other} - {pairs[0].baseline}: the tasks point different ways, within noise")
-    return found
-
-
-# Task runs that belong to measurements: found by the digest of the weights, beside or inside the run folders.
+# ---- task runs that belong to measurements, found by the digest of the weights in the run folders or beside them -----
 
 #: How a registered bar names a task's accuracy.
 PREFIX = "tasks."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A task run and where it lies."""
-
-    folder: Path
-    receipt: TaskReceipt
 
 
 def is_task_run(path: Path) -> bool:
@@ -302,14 +274,14 @@ def tasks_of_comparison(comparison: Comparison, runs: Sequence[Path]) -> list[Ta
     return made
 
 
-def _around(runs: Sequence[Path]) -> list[Found]:
+def _around(runs: Sequence[Path]) -> list[TaskFolder]:
     """Every task run in the folders or beside them, once, in the order of names."""
     folders = [(run if run.is_dir() else run.parent).resolve() for run in runs]
     places = {p for f in folders for p in (f, *f.iterdir(), *f.parent.iterdir()) if (p / TASKS_FILE).is_file()}
-    return [Found(folder=place, receipt=load_receipt(place)) for place in sorted(places)]
+    return load_tasks(sorted(places))
 
 
-def _best(runs: Sequence[Found], weights: str) -> Found | None:
+def _best(runs: Sequence[TaskFolder], weights: str) -> TaskFolder | None:
     """The run of these weights: a complete one before a partial one, then the one with more items."""
     mine = [run for run in runs if run.receipt.model.weights_sha256 == weights != UNKNOWN]
     return max(mine, key=lambda run: (run.receipt.status == "complete", run.receipt.items), default=None)
@@ -331,7 +303,8 @@ def renamed(made: TaskComparisons, names: Sequence[str]) -> TaskComparisons:
         )
         for task in made.tasks
     ]
-    return made.model_copy(update={"arms": list(names), "tasks": tasks})
+    runs = [run.model_copy(update={"name": called[run.name]}) for run in made.runs]
+    return made.model_copy(update={"arms": list(names), "tasks": tasks, "runs": runs})
 
 
 def _registration(runs: Sequence[Path]) -> Registration | None:

@@ -12,17 +12,26 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
+from harness.compare.task_pairing import TaskFolder
 from harness.errors import UsageError
 from harness.measure.receipt import SideIdentity, load_measurement
 from harness.numbers import number, percent, with_interval
 from harness.report.card_single import single_quality, size_text
 from harness.report.card_sources import Part
 from harness.report.card_tables import Quality, quality
-from harness.report.card_tasks import TaskRun, TaskTable, hub_files, index_results, task_table
 from harness.report.caveats import cannot_tell, how_measured
-from harness.report.frontmatter import HUB_ID, PanelResult, our_keys, panel_results, task_results
+from harness.report.frontmatter import (
+    HUB_ID,
+    PanelResult,
+    hub_files,
+    index_results,
+    our_keys,
+    panel_results,
+    task_results,
+)
 from harness.report.plots import Picture
 from harness.report.render import render
+from harness.report.task_tables import TaskTable, task_table
 from harness.report.words import pair_headline, warnings
 
 #: Folder beside README.md that holds receipts and pictures.
@@ -56,7 +65,7 @@ class Card:
 
 
 def build_card(
-    parts: Sequence[Part], options: Options, *, pictures: Sequence[Picture], tasks: Sequence[TaskRun] = ()
+    parts: Sequence[Part], options: Options, *, pictures: Sequence[Picture], tasks: Sequence[TaskFolder] = ()
 ) -> Card:
     """Render the card of one subject."""
     home, subject = find_subject(parts, options.subject)
@@ -81,7 +90,7 @@ def build_card(
         tags=["exl3"] if "exl3" in (side.weights_dtype, side.engine) or "exl3" in side.model.lower() else [],
     )
     warnings = [] if base_model else [f"{basis.teacher.model} is no Hub id: base_model is left out (--base-model)"]
-    files = hub_files(benchmarks, options.repo) if benchmarks else {}
+    files = hub_files(benchmarks.subject, options.repo) if benchmarks else {}
     return Card(block=block, keys=keys, files=files, warnings=warnings)
 
 
@@ -94,7 +103,7 @@ def _arms(part: Part) -> list[tuple[str, str]]:
 
 
 def _task_index(table: TaskTable | None) -> list[EvalResult]:
-    return task_results(index_results(table)) if table else []
+    return task_results(index_results(table.subject)) if table else []
 
 
 def _model_name(model: str, subject: str) -> str:

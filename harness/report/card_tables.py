@@ -100,7 +100,7 @@ def _is_worse(baseline: float, other: float, lower_is_better: bool | None) -> bo
 
 def _share_change(d: Difference) -> tuple[str, str]:
     """A share changes by percentage points."""
-    figure = scaled(d.difference, 100.0)
+    figure = d.difference.scaled(100.0)
     places = supported_decimals(figure.low, figure.high)
     return f"{signed(figure.estimate, 2 if places is None else max(2, places))} pp", _ends(figure, "pp")
 
@@ -122,12 +122,6 @@ def relative(baseline: float, other: float) -> str:
     return f"{signed(share, 1)} %" if share else "0 %"
 
 
-def scaled(figure: Figure, factor: float) -> Figure:
-    """The figure in another unit."""
-    ends = {name: None if (v := getattr(figure, name)) is None else factor * v for name in ("low", "high")}
-    return figure.model_copy(update={"estimate": factor * figure.estimate, **ends})
-
-
 def _ends(figure: Figure, unit: str) -> str:
     return f"{bracket(figure)} {unit}" if figure.low is not None else f"none: {figure.note}"
 
@@ -140,7 +134,7 @@ def _verdict(d: Difference) -> str:
 
 def _ppl_row(arms: Sequence[ArmResult], pair: Pair, decimals: int | None) -> Row:
     ratio = pair.ppl_ratio
-    change = scaled(ratio.model_copy(update=_minus_one(ratio)), 100.0)
+    change = ratio.model_copy(update=_minus_one(ratio)).scaled(100.0)
     places = decimals if decimals is not None else _ppl_decimals(pair)
     return Row(
         name="ppl_token",
@@ -239,7 +233,7 @@ def _band(c: Comparison, pair: Pair) -> list[str]:
     d = pair.primary
     if d.band is None or d.band.low is None:
         return []
-    band = scaled(d.band, 100.0) if d.unit == "share" else d.band
+    band = d.band.scaled(100.0) if d.unit == "share" else d.band
     unit = "pp" if d.unit == "share" else d.unit
     name = metric_name(d.metric, c.estimator)
     return [f"{name}: band that holds for all {len(c.pairs)} candidates at once {bracket(band)} {unit}."]

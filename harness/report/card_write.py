@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.compare import save_comparison
+from harness.compare.task_pairing import load_tasks
 from harness.errors import UsageError
 from harness.measure.receipt import load_measurement
 from harness.records import Strict, load_json
@@ -15,7 +16,6 @@ from harness.report.card import FOLDER, Card, Options, build_card, find_subject
 from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_pictures import draw_all, shown
 from harness.report.card_sources import Part, collect
-from harness.report.card_tasks import load_tasks
 from harness.report.words import worded
 from harness.store import atomic_path, folder_lock, refuse_paths, slug, write_json, write_text
 from harness.tasks.receipt import ITEMS, TASKS_FILE, load_receipt
@@ -99,6 +99,8 @@ def _text(readme: Path) -> str | None:
 
 def read_record(folder: Path) -> Record:
     """The record of a card that lies in ``folder``."""
+    if not (folder / RECORD).is_file():
+        raise UsageError(f"{folder.name} has no {RECORD}", "name a folder that `fidelity card` wrote")
     return load_json(folder / RECORD, Record, "name a folder that `fidelity card` wrote, or write it again", UsageError)
 
 

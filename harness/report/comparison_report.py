@@ -10,9 +10,9 @@ from harness.compare.task_model import TaskComparisons, save_task_comparisons
 from harness.numbers import count
 from harness.report import comparison_tables as parts
 from harness.report import comparison_tables as tables
-from harness.report import task_tables as items_tables
+from harness.report import task_tables
 from harness.report.table import Table, cell
-from harness.report.words import pair_headline, warnings, worded
+from harness.report.words import pair_headline, warnings, worded, worded_tasks
 from harness.store import folder_lock, write_text
 
 FILE = "report.md"
@@ -21,9 +21,9 @@ FILE = "report.md"
 def write(folder: Path, comparison: Comparison, tasks: Sequence[TaskComparisons] = ()) -> Path:
     """Write report.md, then comparison.json (and task-comparison.json); returns the report's path."""
     with folder_lock(folder):
-        write_text(folder / FILE, "\n".join(filter(None, [markdown(comparison), items_tables.markdown(tasks)])))
+        write_text(folder / FILE, "\n".join(filter(None, [markdown(comparison), task_tables.markdown(tasks)])))
         if tasks:
-            save_task_comparisons(folder, list(tasks))
+            save_task_comparisons(folder, [worded_tasks(found) for found in tasks])
         save_comparison(folder, worded(comparison))
     return folder / FILE
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, RowDifference, Slice, Tails
 from harness.numbers import MISSING, bracket, count, number, percent, signed, size, supported_decimals
@@ -12,21 +11,13 @@ from harness.report.words import reason
 
 #: Decimals of single values, as published cards show them.
 DECIMALS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Two ends, for the number formatter."""
-
-    low: float
-    high: float
+#: Whether a registered bar was met.
+BAR_WORDS = {True: "met", False: "NOT met", None: "not measured"}
 
 
 def interval_text(figure: Figure, factor: float = 1.0) -> str:
     """``[-0.0674, -0.0497]`` with the digits it supports."""
-    if figure.low is None or figure.high is None:
-        return MISSING
-    return bracket(Ends(factor * figure.low, factor * figure.high))
+    return bracket(figure.scaled(factor))
 
 
 def figure_text(figure: Figure, factor: float = 1.0) -> str:
@@ -226,9 +217,8 @@ def resolution(comparison: Comparison, pair: Pair) -> Table:
 
 def bars(comparison: Comparison) -> Table:
     """Registered bars and what came out."""
-    words = {True: "met", False: "NOT met", None: "not measured"}
     rows = [
-        (bar.arm, bar.name, bar.statement, number(bar.value), number(bar.threshold), words[bar.met])
+        (bar.arm, bar.name, bar.statement, number(bar.value), number(bar.threshold), BAR_WORDS[bar.met])
         for bar in comparison.bars
     ]
     return Table("Registered bars", ("candidate", "bar", "condition", "value", "threshold", ""), rows)
@@ -268,7 +258,7 @@ def rows_table(comparison: Comparison, pair: Pair) -> Table:
 
 def _row(r: RowDifference) -> tuple[str, ...]:
     places = supported_decimals(r.low, r.high) if r.low is not None and r.high is not None else None
-    own = f" {bracket(Ends(r.low, r.high))}" if r.low is not None and r.high is not None else ""
+    own = f" {bracket(r)}" if r.low is not None and r.high is not None else ""
     return (
         str(r.row),
         r.domain,

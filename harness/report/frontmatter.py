@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import (
+    EvalResult,
+    EvalResultEntry,
+    ModelCardData,
+    eval_result_entries_to_yaml,
+    parse_eval_result_entries,
+)
 
+from harness.compare.task_pairing import TaskFolder
 from harness.errors import Refused, UsageError
+from harness.tasks.receipt import TaskResult, selection
 
 PANEL_TYPE = "fidelity-panel"
 #: In the args of each metric of ours: how our results are found again in a README that holds others.
@@ -39,7 +47,7 @@ class PanelResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult:
+class IndexResult:
     """One benchmark's accuracy for model-index."""
 
     task: str
@@ -78,7 +86,7 @@ def panel_results(result: PanelResult) -> list[EvalResult]:
     ]
 
 
-def task_results(results: Sequence[TaskResult]) -> list[EvalResult]:
+def task_results(results: Sequence[IndexResult]) -> list[EvalResult]:
     """Accuracies of benchmarks as results of their own."""
     return [
         EvalResult(
@@ -237,3 +245,76 @@ def _require_merged(text: str, expected: dict[str, Any]) -> None:
             "the merged front matter does not read back as it was meant",
             "put every key of the README's front matter on a line of its own, in block style",
         )
+
+
+# ---- tasks for the Hub -----------------------------------------------------------------------------------------------
+
+#: Benchmarks that the Hub lists, by lm-eval task: dataset, task id of its eval.yaml, config and split.
+HUB = {
+    "gpqa_diamond_zeroshot": ("Idavidrein/gpqa", "diamond", "gpqa_diamond", "train"),
+    "gpqa_diamond_n_shot": ("Idavidrein/gpqa", "diamond", "gpqa_diamond", "train"),
+    "gsm8k": ("openai/gsm8k", "gsm8k", "main", "test"),
+    "mmlu_pro": ("TIGER-Lab/MMLU-Pro", "mmlu_pro", "default", "test"),
+}
+#: Datasets of other well-known tasks, for model-index only.
+DATASETS = {"mmlu": ("cais/mmlu", "all", "test")}
+
+
+def index_results(runs: Sequence[TaskFolder]) -> list[IndexResult]:
+    """One model's accuracies for model-index."""
+    out = []
+    for run in runs:
+        for entry in run.receipt.suite.entries:
+            result = run.result(entry)
+            dataset, config, split = _dataset(entry, result)
+            chosen = selection(run.receipt, entry)
+            if not chosen.startswith("all "):
+                split = f"{split}, {chosen}"
+            args = {"n": result.n, "selection": chosen, "suite_sha256": run.receipt.suite.sha256}
+            if result.stderr is not None:
+                args["stderr"] = result.stderr
+            name = run.alias(entry)
+            out.append(
+                IndexResult(task=name, dataset=dataset, config=config, split=split, value=result.value, args=args)
+            )
+    return out
+
+
+def _dataset(entry: str, result: TaskResult) -> tuple[str, str, str]:
+    """Dataset, configuration and split; the lm_eval package's own questions are of the development split."""
+    if entry in HUB:
+        dataset, _, config, split = HUB[entry]
+    else:
+        dataset, config, split = DATASETS.get(entry, ("lm-eval", entry, "test"))
+    return dataset, config, "dev" if result.data == "wheel" else split
+
+
+def hub_files(runs: Sequence[TaskFolder], repo: str | None) -> dict[str, str]:
+    """``.eval_results/*.yaml`` by file name: whole benchmarks that the Hub lists; values in percent."""
+    files = {}
+    for run in runs:
+        for entry in run.receipt.suite.entries:
+            if entry not in HUB or run.receipt.status != "complete" or run.receipt.limit.get(entry) is not None:
+                continue
+            dataset, task, _, _ = HUB[entry]
+            result = run.result(entry)
+            made = EvalResultEntry(
+                dataset_id=dataset,
+                task_id=task,
+                value=round(100 * result.value, 4),
+                source_url=f"https://huggingface.co/{repo}" if repo else None,
+                source_name="Model card" if repo else None,
+                notes=f"lm-eval {entry}, {result.num_fewshot or 0}-shot, n = {result.n}, accuracy in percent",
+            )
+            files[f".eval_results/{entry}.yaml"] = _checked_yaml(made)
+    return files
+
+
+def _checked_yaml(entry: EvalResultEntry) -> str:
+    """YAML that the Hub's own reader parses back to the same entry."""
+    records = eval_result_entries_to_yaml([entry])
+    require_plain(records, ".eval_results")
+    text = dump(records)
+    if parse_eval_result_entries(yaml.safe_load(text)) != [entry]:
+        raise Refused(f"{entry.task_id} does not read back as it was written", "report this: it is a fault of ours")
+    return text

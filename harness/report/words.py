@@ -1,10 +1,13 @@
-"""What a comparison says in words: the sentence for a card, the reasons of verdicts, and warnings."""
+"""What comparisons say in words: the sentence for a card, the reasons of verdicts, and warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, Unlike
+import numpy as np
+
+from harness.compare.model import ArmResult, Comparison, Difference, Pair, Unlike
+from harness.compare.task_model import RunNotes, TaskComparison, TaskComparisons, TaskPair
 from harness.numbers import count, number, percent, supported_decimals
 
 #: How a unit is shown: factor and name. Shares are compared in percentage points.
@@ -26,7 +29,7 @@ def sentence(difference: Difference) -> str:
     """``lower by 0.0225 nats (95 % CI 0.0207 to 0.0243), lower on 505 of 512 contexts``."""
     signs = difference.signs
     factor, unit = UNITS[difference.unit]
-    shown = _scaled(difference.band or difference.difference, factor)
+    shown = (difference.band or difference.difference).scaled(factor)
     size = shown.estimate
     where = _contexts(signs.rows_lower, signs.rows_higher, signs.rows, size)
     if shown.low is None or shown.high is None:
@@ -41,11 +44,6 @@ def sentence(difference: Difference) -> str:
     direction = "lower" if size < 0 else "higher"
     ends = f"{number(near, places)} to {number(far, places)}"
     return f"{direction} by {number(abs(size), places)}{unit} ({level} {ends}), {where}"
-
-
-def _scaled(figure: Figure, factor: float) -> Figure:
-    ends = {n: None if (end := getattr(figure, n)) is None else factor * end for n in ("low", "high")}
-    return figure.model_copy(update={"estimate": factor * figure.estimate, **ends})
 
 
 def _contexts(lower: int, higher: int, rows: int, size: float) -> str:
@@ -257,3 +255,78 @@ def floor_warning(c: Comparison) -> list[str]:
         if c.reference("floor")
         else ["no floor was measured: how much of each KL is the engine's own noise is not known"]
     )
+
+
+# ---- comparisons of tasks --------------------------------------------------------------------------------------------
+
+#: Differences between two arms' shares of unreadable answers from which on a warning is due (FAULTS A 68).
+UNREADABLE_DIFFERENCE = 0.01
+
+
+def worded_tasks(found: TaskComparisons) -> TaskComparisons:
+    """The comparison with its reasons and warnings written in, as task-comparison.json has them."""
+    tasks = [
+        task.model_copy(
+            update={"pairs": [pair.model_copy(update={"reason": task_reason(pair)}) for pair in task.pairs]}
+        )
+        for task in found.tasks
+    ]
+    return found.model_copy(update={"tasks": tasks, "warnings": task_warnings(found)})
+
+
+def task_reason(pair: TaskPair) -> str:
+    """Why a verdict on a task is what it is."""
+    if pair.reason:
+        return pair.reason
+    if not pair.paired:
+        low, high = pair.difference.low, pair.difference.high
+        held = low is not None and high is not None and low <= 0 <= high
+        return "the unpaired interval " + ("holds 0: not distinguishable" if held else "leaves 0")
+    if pair.may_flip is not None:
+        return f"no item flipped; up to {pair.may_flip:.1%} of items like these may"
+    test = f"McNemar's exact p = {pair.p:.3g}"
+    return test if pair.verdict in ("better", "worse") else f"{pair.lost} lost and {pair.won} won: {test}"
+
+
+def task_warnings(found: TaskComparisons) -> list[str]:
+    """What a reader must know before the accuracies, each thing once."""
+    told = [f"{run.name} is {run.label}" for run in found.runs if run.label]
+    told += [text for run in found.runs for text in _run_warnings(run)]
+    told += [text for task in found.tasks for text in _one_task_warnings(found, task)]
+    if found.teacher_lane is not None and found.teacher_lane != found.lane:
+        told.append(f"the teacher was asked in the {found.teacher_lane} lane, the arms in the other")
+    return list(dict.fromkeys([*told, *_contrary(found.tasks)]))
+
+
+def _run_warnings(run: RunNotes) -> list[str]:
+    told = [f"{run.name}: {task} was not run ({why})" for task, why in run.missing.items()]
+    return told + [f"{run.name}: {entry} is not in every run" for entry in run.alone]
+
+
+def _one_task_warnings(found: TaskComparisons, task: TaskComparison) -> list[str]:
+    told = _reading_warnings(task)
+    told += [f"{task.task}: not paired ({pair.why_not})" for pair in task.pairs if not pair.paired]
+    if found.teacher is not None and len(task.teacher) < len(task.arms):
+        told.append(f"{task.task}: the teacher's items are not those of every arm")
+    return told
+
+
+def _reading_warnings(task: TaskComparison) -> list[str]:
+    """Answers that could not be read, and arms that differ in them (FAULTS A 68)."""
+    rates = [arm.extraction_failure_rate for arm in task.arms if arm.extraction_failure_rate is not None]
+    told = []
+    if rates and max(rates) > 2 * UNREADABLE_DIFFERENCE:
+        told.append(f"{task.task}: no answer could be read from {max(rates):.1%} of one arm's outputs")
+    if rates and max(rates) - min(rates) > UNREADABLE_DIFFERENCE:
+        told.append(f"{task.task}: the arms differ by {max(rates) - min(rates):.1%} in answers that cannot be read")
+    return told
+
+
+def _contrary(tasks: Sequence[TaskComparison]) -> list[str]:
+    """Tasks that point different ways within noise have no winner (FAULTS B 27)."""
+    told = []
+    for pairs in zip(*(task.pairs for task in tasks), strict=True):
+        signs = {np.sign(pair.difference.estimate) for pair in pairs} - {0.0}
+        if len(signs) > 1 and all(pair.verdict in ("within noise", "equivalent") for pair in pairs):
+            told.append(f"{pairs[0].other} - {pairs[0].baseline}: the tasks point different ways, within noise")
+    return told

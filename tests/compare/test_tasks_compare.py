@@ -11,11 +11,12 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from harness.compare.task_model import load_task_comparisons, save_task_comparisons
+from harness.compare.task_model import TaskPair, load_task_comparisons, save_task_comparisons
 from harness.compare.task_teacher import choice_kl
 from harness.compare.tasks import compare_task_runs, judge
 from harness.errors import IncomparableError, Refused, UsageError
 from harness.report.task_tables import markdown, sentences, tables
+from harness.report.words import task_reason, task_warnings, worded_tasks
 from harness.stats import compare_items
 from harness.tasks.importing import import_results
 from tests.tasks.made_runs import choice_item, outcome_item, sha, subjects, write_run
@@ -54,7 +55,7 @@ def test_against_scipy_and_plain_formulas(tmp_path: Path) -> None:
     assert pair.bootstrap is not None
     assert (pair.bootstrap.low, pair.bootstrap.high) == pytest.approx(np.quantile(resampled, [0.025, 0.975]), abs=0.003)
     assert pair.detectable == pytest.approx((stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) * error, rel=1e-9)
-    assert pair.verdict == "worse" and pair.reason == f"McNemar's exact p = {pair.p:.3g}"
+    assert pair.verdict == "worse" and task_reason(pair) == f"McNemar's exact p = {pair.p:.3g}"
     assert pair.same_choice == 400 - 43
 
 
@@ -67,7 +68,11 @@ def test_mean_change_of_the_margin_sees_what_accuracy_does_not(tmp_path: Path) -
         rows = [choice_item("t", n, [-1.0 - change[n], -3.0, -4.0, -5.0]) for n in range(60)]
         runs.append(write_run(tmp_path / name, name, {"t": rows}))
     pair = compare_task_runs(runs).tasks[0].pairs[0]
-    assert pair.flips == 0 and pair.verdict == "within noise" and pair.reason.startswith("no item flipped; up to 6.0%")
+    assert (
+        pair.flips == 0
+        and pair.verdict == "within noise"
+        and task_reason(pair).startswith("no item flipped; up to 6.0%")
+    )
     assert pair.margin_change is not None and pair.margin_change.estimate == pytest.approx(-loss.mean())
     expected = stats.t.interval(0.95, 59, -loss.mean(), loss.std(ddof=1) / math.sqrt(60))
     assert (pair.margin_change.low, pair.margin_change.high) == pytest.approx(expected)
@@ -80,7 +85,11 @@ def test_thirty_lost_and_twenty_won_of_14042_is_noise() -> None:
     a, b = flipped(14_042, 30, 20)
     found = compare_items(a, b)
     assert found.p == pytest.approx(0.2026, abs=5e-5)
-    assert judge(found, 0.0005) == ("within noise", "30 lost and 20 won: McNemar's exact p = 0.203")
+    assert judge(found, 0.0005) == ("within noise", "")
+    told = TaskPair.model_construct(
+        paired=True, may_flip=None, reason="", verdict="within noise", lost=found.a_only, won=found.b_only, p=found.p
+    )
+    assert task_reason(told) == "30 lost and 20 won: McNemar's exact p = 0.203"
     assert judge(found, 0.01)[0] == "equivalent"
 
 
@@ -144,7 +153,7 @@ def test_a_teacher_of_other_items_is_said(tmp_path: Path) -> None:
     teacher = write_run(tmp_path / "T", "T", {"t": rows[:4]})
     found = compare_task_runs(runs, teacher=teacher)
     assert found.tasks[0].teacher == []
-    assert "t: the teacher's items are not those of every arm" in found.warnings
+    assert "t: the teacher's items are not those of every arm" in task_warnings(found)
 
 
 def test_a_teacher_of_another_lane_is_allowed_and_said(tmp_path: Path) -> None:
@@ -153,7 +162,7 @@ def test_a_teacher_of_another_lane_is_allowed_and_said(tmp_path: Path) -> None:
     teacher = write_run(tmp_path / "T", "T", {"t": rows})
     found = compare_task_runs(runs, teacher=teacher)
     assert len(found.tasks[0].teacher) == 2
-    assert any("teacher was asked in the weights lane" in text for text in found.warnings)
+    assert any("teacher was asked in the weights lane" in text for text in task_warnings(found))
     with pytest.raises(IncomparableError, match="a was asked in the served lane, T in the weights lane"):
         compare_task_runs([runs[0], teacher])
 
@@ -204,7 +213,7 @@ def test_published_counts_two_items_apart(tmp_path: Path) -> None:
     assert [arm.correct for arm in mmlu.arms] == [951, 953] and [arm.correct for arm in gpqa.arms] == [86, 87]
     for task in found.tasks:
         assert task.pairs[0].verdict == "within noise" and not task.pairs[0].paired
-        assert "not distinguishable" in task.pairs[0].reason
+        assert "not distinguishable" in task_reason(task.pairs[0])
     assert mmlu.pairs[0].why_not == "a0 has published counts only"
     shown = tables(found)[0].rows
     assert shown[0] == ("mmlu", "57 x first 20", "0.8342 ± 0.0105", "0.8360 ± 0.0104")
@@ -220,7 +229,7 @@ def test_contrary_tasks_have_no_winner(tmp_path: Path) -> None:
         write_run(tmp_path / "a", "a", {"s": rows(a, "s"), "t": rows(a, "t")}),
         write_run(tmp_path / "b", "b", {"s": rows(up, "s"), "t": rows(down, "t")}),
     ]
-    assert "b - a: the tasks point different ways, within noise" in compare_task_runs(runs).warnings
+    assert "b - a: the tasks point different ways, within noise" in task_warnings(compare_task_runs(runs))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +282,7 @@ def test_partial_runs_deviations_and_what_is_missing_are_said(tmp_path: Path) ->
         deviations=["t: the first 5 documents of each task, the suite says all"],
     )
     found = compare_task_runs([a, b])
-    assert "b is partial" in found.warnings and "b: gpqa was not run (gated)" in found.warnings
+    assert "b is partial" in task_warnings(found) and "b: gpqa was not run (gated)" in task_warnings(found)
     assert found.deviations == ["b: t: the first 5 documents of each task, the suite says all"]
 
 
@@ -285,8 +294,8 @@ def test_unreadable_answers_are_shown_and_warned_of(tmp_path: Path) -> None:
         for n, f, c in (("a", 1, 0), ("b", 5, 3))
     ]
     found = compare_task_runs(runs)
-    assert "t: no answer could be read from 5.0% of one arm's outputs" in found.warnings
-    assert "t: the arms differ by 4.0% in answers that cannot be read" in found.warnings
+    assert "t: no answer could be read from 5.0% of one arm's outputs" in task_warnings(found)
+    assert "t: the arms differ by 4.0% in answers that cannot be read" in task_warnings(found)
     shown = tables(found)[0].rows
     assert ("  answers not read", "", "1.00 %", "5.00 %") in shown and ("  cut off", "", "0 %", "3.00 %") in shown
 
@@ -304,7 +313,7 @@ def test_tables_sentences_and_the_record(tmp_path: Path) -> None:
     text = markdown([found])
     for part in ("31 / 12", "by subject (20)", "macro, mean of 20 tasks", "Against the teacher T", "0.7000 ± 0.02"):
         assert part in text
-    save_task_comparisons(tmp_path, [found])
-    assert load_task_comparisons(tmp_path) == [found]
+    save_task_comparisons(tmp_path, [worded_tasks(found)])
+    assert load_task_comparisons(tmp_path) == [worded_tasks(found)]
     assert markdown([]) == ""
     assert all(len(set(map(len, itertools.chain([t.header], t.rows)))) == 1 for t in tables(found))

@@ -28,7 +28,7 @@ from harness.report.card_tables import quality
 from harness.report.comparison_report import markdown
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
-from harness.report.words import warnings
+from harness.report.words import task_warnings, warnings
 from tests.compare.fake_arms import World, side
 from tests.fault_cases.entry import Fault
 from tests.report.fake_run import make_frame, write_run
@@ -148,7 +148,7 @@ def metrics_disagree(folder: Path) -> None:
         items = {task: [outcome_item(task, i, i < k) for i in range(100)] for task, k in right.items()}
         tasks.append(write_tasks(folder / f"tasks-{name}", name, items))
     told = compare_task_runs(tasks)
-    assert "b - a: the tasks point different ways, within noise" in told.warnings
+    assert "b - a: the tasks point different ways, within noise" in task_warnings(told)
     assert [task.pairs[0].verdict for task in told.tasks] == ["within noise", "within noise"]
 
 

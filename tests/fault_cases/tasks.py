@@ -13,6 +13,7 @@ import pytest
 from harness.compare.tasks import compare_task_runs
 from harness.errors import IncomparableError, UsageError
 from harness.measure.receipt import SideIdentity
+from harness.report.words import task_reason, task_warnings
 from harness.tasks.evaluating import first_documents
 from harness.tasks.importing import import_results
 from harness.tasks.items import SCHEMA, item_rows, items_table, write_items
@@ -173,7 +174,7 @@ def extraction(folder: Path) -> None:
     runs = [write_run(folder / n, n, asked, leaf={"extraction_failures": f}) for n, f in (("a", 0), ("b", 2))]
     told = compare_task_runs(runs)
     assert [arm.extraction_failure_rate for arm in told.tasks[0].arms] == [0.0, 0.02]
-    assert told.warnings == ["t: the arms differ by 2.0% in answers that cannot be read"]
+    assert task_warnings(told) == ["t: the arms differ by 2.0% in answers that cannot be read"]
 
 
 def other_implementation(folder: Path) -> None:
@@ -209,7 +210,7 @@ def noise_as_gain(folder: Path) -> None:
         import_results([file], folder / name, name)
         counted.append(folder / name)
     unpaired = compare_task_runs(counted).tasks[0].pairs[0]
-    assert not unpaired.paired and unpaired.p is None and "not distinguishable" in unpaired.reason
+    assert not unpaired.paired and unpaired.p is None and "not distinguishable" in task_reason(unpaired)
     assert unpaired.difference.low is not None and unpaired.difference.low < 0 < unpaired.difference.high  # type: ignore[operator]
     assert {paired.verdict, unpaired.verdict} <= {"within noise", "equivalent"}
 

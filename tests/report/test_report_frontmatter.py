@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from harness.errors import Refused, UsageError
 from harness.report.card_file import BEGIN, END, merged_readme, stale_lines
 from harness.report.frontmatter import (
+    IndexResult,
     PanelResult,
-    TaskResult,
     dump,
     merged_front,
     our_keys,
@@ -191,7 +191,9 @@ def test_stale_lines_name_both_sides() -> None:
 
 
 def test_task_results_carry_their_setup() -> None:
-    task = TaskResult(task="gpqa", dataset="Idavidrein/gpqa", config="gpqa_diamond", split="train", value=0.43, args={})
+    task = IndexResult(
+        task="gpqa", dataset="Idavidrein/gpqa", config="gpqa_diamond", split="train", value=0.43, args={}
+    )
     written = our_keys(model_name="q", base_model=None, results=task_results([task]))
     assert "base_model_relation" not in written and "base_model" not in written
     [entry] = written["model-index"][0]["results"]

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from harness.compare.task_pairing import load_tasks
 from harness.errors import IncomparableError, UsageError
-from harness.report.card_tasks import index_results, load_tasks, task_table
+from harness.report.frontmatter import index_results
+from harness.report.task_tables import task_table
 from tests.tasks.made_runs import choice_item, outcome_item, side, write_run
 
 ARMS = [("a", "a" * 64), ("b", "b" * 64)]
@@ -45,15 +47,11 @@ def test_the_teacher_has_a_column_and_its_answers_a_table(tmp_path: Path) -> Non
     assert line.teacher.startswith("0.6000 ± ") and [v[:6] for v in line.values] == ["0.6000", "0.5000"]
     assert line.flips.startswith("2 lost, 1 won of 10")
     a, b = table.agreement
-    assert (a.arm, a.same[:5], a.right_to_wrong, a.wrong_to_right, a.wrong_to_another_wrong) == (
-        ("a", "100 %", "0", "0", "0")
-    )
-    assert (b.arm, b.same[:6], b.right_to_wrong, b.wrong_to_right, b.wrong_to_another_wrong) == (
-        ("b", "60.0 %", "2", "1", "1")
-    )
+    assert (a[1], a[2][:5], *a[3:6]) == ("a", "100 %", "0", "0", "0")
+    assert (b[1], b[2][:6], *b[3:6]) == ("b", "60.0 %", "2", "1", "1")
     # Four of ten items moved their best choice: p * 1 nat forth and back, p = e / (e + 3) - 1 / (e + 3).
-    assert b.choice_kl.startswith(f"{0.4 * (2.718281828 - 1) / (2.718281828 + 3):.2f}"[:4])
-    assert [result.value for result in index_results(table)] == [0.5], "only the subject's goes to the Hub"
+    assert b[6].startswith(f"{0.4 * (2.718281828 - 1) / (2.718281828 + 3):.2f}"[:4])
+    assert [result.value for result in index_results(table.subject)] == [0.5], "only the subject's goes to the Hub"
 
 
 def test_without_the_teachers_run_there_is_neither(tmp_path: Path) -> None:
@@ -88,7 +86,7 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
 def test_a_run_of_the_teacher_as_an_arm_is_both(tmp_path: Path) -> None:
     """The self measurement: the candidate is the teacher."""
     table = task_table(load_tasks(three(tmp_path)[2:]), [TEACHER], "t", teacher=TEACHER)
-    assert table is not None and table.arms == ("t",) and [line.same[:5] for line in table.agreement] == ["100 %"]
+    assert table is not None and table.arms == ("t",) and [line[2][:5] for line in table.agreement] == ["100 %"]
 
 
 def test_notes_that_all_share_stand_once(tmp_path: Path) -> None:
@@ -105,5 +103,5 @@ def test_development_questions_are_not_called_the_benchmark(tmp_path: Path) -> N
     folder = write_run(tmp_path / "a", "a", rows, leaf={"data": "wheel"})
     table = task_table(load_tasks([folder]), ARMS, "a")
     assert table is not None and table.lines[0].name == "mmlu (all 8 development questions)"
-    [result] = index_results(table)
+    [result] = index_results(table.subject)
     assert result.split == "dev" and result.args["selection"] == "all 8 development questions"

@@ -11,12 +11,14 @@ import yaml
 from huggingface_hub import parse_eval_result_entries
 from scipy import stats as scipy_stats
 
+from harness.compare.task_pairing import TaskFolder, load_tasks
 from harness.errors import UsageError
 from harness.interop.g4 import import_files
 from harness.report.card import Options, build_card
 from harness.report.card_sources import collect
-from harness.report.card_tasks import TaskRun, hub_files, index_results, load_tasks, task_table
 from harness.report.card_write import check_card, write_card
+from harness.report.frontmatter import hub_files, index_results
+from harness.report.task_tables import task_table
 from harness.store import write_json
 from harness.tasks.importing import import_results
 from harness.tasks.items import items_table, write_items
@@ -106,19 +108,19 @@ def test_deviations_from_the_suite_are_printed(folders: dict[str, Path]) -> None
     """FAULTS B 47: another limit than planned stands on the card."""
     run = load_tasks([folders["a0"]])[0]
     receipt = run.receipt.model_copy(update={"deviations": ["mmlu: the first 20 documents, the suite says all"]})
-    table = task_table([TaskRun(folder=folders["a0"], receipt=receipt)], ARMS, "a0")
+    table = task_table([TaskFolder(folder=folders["a0"], receipt=receipt)], ARMS, "a0")
     assert table is not None and "a0: mmlu: the first 20 documents, the suite says all" in table.notes
 
 
 def test_only_whole_listed_benchmarks_go_to_the_hub(folders: dict[str, Path]) -> None:
     table = task_table(load_tasks([folders["mosaic12l"]]), ARMS, "mosaic12l")
     assert table is not None
-    files = hub_files(table, "org/quant")
+    files = hub_files(table.subject, "org/quant")
     assert list(files) == [".eval_results/gpqa_diamond_zeroshot.yaml"]
     [entry] = parse_eval_result_entries(yaml.safe_load(files[".eval_results/gpqa_diamond_zeroshot.yaml"]))
     assert entry.dataset_id == "Idavidrein/gpqa" and entry.value == pytest.approx(43.9394)
     assert entry.source_url == "https://huggingface.co/org/quant" and "n = 198" in (entry.notes or "")
-    [mmlu, _] = index_results(table)
+    [mmlu, _] = index_results(table.subject)
     assert mmlu.split == "test, 57 x first 20", "the Hub must not take a limited run for the whole test"
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from harness.compare.task_model import load_task_comparisons
+from harness.compare.task_pairing import load_tasks
 from harness.compare.tasks import compare_task_runs
 from harness.report.card import Options, build_card
 from harness.report.card_sources import collect
-from harness.report.card_tasks import load_tasks
 from harness.report.task_tables import markdown
+from harness.report.words import worded_tasks
 from harness.tasks.local import development_questions
 from harness.tasks.receipt import load_receipt
 from harness.tasks.suite import load_lock, load_suite
@@ -36,7 +37,7 @@ def test_runs_are_whole_and_sealed(name: str) -> None:
 
 def test_the_comparison_is_what_the_runs_give() -> None:
     found = compare_task_runs([EXAMPLES / BASELINE, EXAMPLES / OTHER], teacher=EXAMPLES / TEACHER)
-    assert load_task_comparisons(EXAMPLES / "comparison") == [found]
+    assert load_task_comparisons(EXAMPLES / "comparison") == [worded_tasks(found)]
     assert (EXAMPLES / "comparison" / "report.md").read_text() == markdown([found])
 
 

@@ -15,8 +15,9 @@ RUNS ?=
 DIR ?= reports/card
 SUITE ?= quick
 DATA ?=
+PARTS ?=
 VLLM := .venv-vllm/bin/python
-.PHONY: help panel compare tasks card bench test test-vllm lint doctor clean
+.PHONY: help panel compare tasks card bench examples test test-vllm lint doctor clean
 help:
 	@echo "make panel                                   set up, then measure the built-in example"
 	@echo "make panel CANDIDATE=... TEACHER=... PANEL=...  measure your own quant (ROWS=4 for a quick look)"
@@ -24,6 +25,7 @@ help:
 	@echo "make tasks CANDIDATE=... SUITE=quick DATA=...   MMLU and GPQA through lm-eval (SUITE=mmlu-dev needs no data)"
 	@echo "make card RUNS='RUN RUN' DIR=reports/card    the model card's tables"
 	@echo "make bench                                   speed and accuracy of the kernels on this machine"
+	@echo "make examples PARTS='card tasks'              the committed examples anew (an hour; see reports/examples/README.md)"
 	@echo "make panel ENGINE=vllm URL=http://localhost:8000 CANDIDATE=... TEACHER=...   what a server gives of it"
 	@echo "make test-vllm                               the tests against a real vLLM server on this CPU"
 	@echo "make test | lint | doctor | clean"
@@ -51,6 +53,9 @@ card: .venv/.ready
 
 bench: .venv/.ready
 	@$(BIN)/fidelity bench
+
+examples: .venv/.ready
+	$(BIN)/python -m reports.examples.remake $(PARTS) $(if $(wildcard $(VLLM)),--vllm $(VLLM))
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -m "not gpu and not slow and not vllm" $(ARGS)

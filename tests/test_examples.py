@@ -12,6 +12,7 @@ from harness import cli
 from harness.measure.receipt import load_measurement
 from harness.panel import load_panel
 from harness.report.run_report import write_report
+from reports.examples import remake
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "reports" / "examples"
@@ -60,6 +61,36 @@ def test_card_is_made_again_from_the_receipts(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 1
+
+
+def test_every_example_is_made_by_a_part_of_the_command():
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {name for names in remake.PARTS.values() for name in names}
+    assert set(remake.PARTS) == set(remake.MAKERS) >= set(remake.USUAL)
+    table = (EXAMPLES / "README.md").read_text()
+    assert all(f"`{part}`" in table for part in remake.PARTS)
+
+
+def test_the_command_makes_the_same_texts_again(tmp_path, monkeypatch):
+    """``--texts`` of the task runs, from another folder than the project's: a comparison and a card by the command."""
+    for name in ("panels", "reports/examples", "teachers"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["remake", "tasks", "--texts", "--into", "made"])
+    remake.main()
+    made = {file.relative_to("made"): file.read_bytes() for file in Path("made").rglob("*") if file.is_file()}
+    assert made == {
+        file.relative_to(EXAMPLES): file.read_bytes() for file in (EXAMPLES / "tasks").rglob("*") if file.is_file()
+    }
+
+
+def test_positions_of_other_peoples_text_are_not_remade_from_receipts(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["remake", "open", "--texts"])
+    with pytest.raises(SystemExit):
+        remake.main()
+    assert "positions of open are not committed" in capsys.readouterr().err
 
 
 def test_examples_are_small():

@@ -47,8 +47,7 @@ def card(
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw pictures, or tables only.")] = True,
 ) -> None:
     """Write a model card from receipts: tables, pictures, front matter."""
-    from harness.report.card import Options
-    from harness.report.card_sources import collect
+    from harness.report.card import Options, collect
     from harness.report.card_write import check_card, write_card
 
     parts = collect(runs, panel=panel, floor=floor, anchors=anchor or [])

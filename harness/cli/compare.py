@@ -110,12 +110,12 @@ def default_name(comparison: Comparison) -> str:
 def _decoded(comparison: Comparison, spec: str | None, panel: Path | None) -> Comparison:
     """Worst positions with their text; a recipe's own tokenizer is used when it is the one of the seal."""
     from harness.panel import load_recipe, load_tokenizer, tokenizer_digest
-    from harness.report.texts import check_is_the_panels, with_texts
+    from harness.report.comparison_report import require_panels_tokenizer, with_texts
 
     if spec is None and panel is not None:
         spec = load_recipe(panel).tokenizer
     loaded = load_tokenizer(str(spec))
-    check_is_the_panels(comparison, tokenizer_digest(loaded))
+    require_panels_tokenizer(comparison.panel.tokenizer_sha256, tokenizer_digest(loaded))
     return with_texts(comparison, loaded)
 
 

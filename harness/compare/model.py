@@ -21,7 +21,7 @@ from harness.records import Strict, load_json
 from harness.stats import Estimate, Verdict
 from harness.store import write_receipt
 
-FILE = "comparison.json"
+COMPARISON_FILE = "comparison.json"
 
 #: Why no verdict was given where the statistics alone would give one, or have none to give.
 Held = Literal["no direction", "not finite", "at the floor", "below the floor", "tails", "Holm"]
@@ -383,10 +383,10 @@ class Comparison(Strict):
 
 def save_comparison(folder: Path, comparison: Comparison) -> None:
     """Write comparison.json."""
-    write_receipt(folder / FILE, comparison.model_dump())
+    write_receipt(folder / COMPARISON_FILE, comparison.model_dump())
 
 
 def load_comparison(path: Path) -> Comparison:
     """Read comparison.json from its folder or from the file itself."""
-    file = path if path.is_file() else path / FILE
+    file = path if path.is_file() else path / COMPARISON_FILE
     return load_json(file, Comparison, "name a folder that `fidelity compare` wrote, or compare again")

@@ -1,23 +1,29 @@
 """The model card: from receipts alone to the README's block and front matter.
 
-Receipts that do not belong in one table (another panel, teacher, lane or estimator) get a table each; numbers are
-never mixed across them. The last receipt named is the card's subject, the first of its table the baseline.
+Receipts that belong in one table stand together; those that do not (another panel, teacher, lane or estimator) get a
+table each, and numbers are never mixed across them. The last receipt named is the card's subject, the first of its
+table the baseline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
 
+from harness.compare import Comparison, compare, load_comparison
+from harness.compare.identity import require_comparable
+from harness.compare.load import Arm
+from harness.compare.model import COMPARISON_FILE
 from harness.compare.task_pairing import TaskFolder
-from harness.errors import UsageError
-from harness.measure.receipt import SideIdentity, load_measurement
+from harness.errors import IncomparableError, UsageError
+from harness.measure.receipt import Measurement, SideIdentity, load_measurement
 from harness.numbers import number, percent, with_interval
+from harness.report.basis import Basis, of_comparison, of_measurement
 from harness.report.card_single import single_quality, size_text
-from harness.report.card_sources import Part
 from harness.report.card_tables import Quality, quality
 from harness.report.caveats import cannot_tell, how_measured
 from harness.report.frontmatter import (
@@ -59,6 +65,96 @@ class Card:
     keys: dict[str, Any]
     files: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+
+
+# ---- its receipts ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Receipts of one table: a comparison, or one measurement; ``runs`` are the run folders behind it.
+
+    ``floor`` and ``anchors`` are run folders too; a comparison holds their numbers already.
+    """
+
+    comparison: Comparison | None
+    measurement: Measurement | None
+    runs: tuple[Path, ...]
+    floor: Path | None = None
+    anchors: tuple[Path, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The arms in order; the last is the subject unless another is asked for."""
+        if self.comparison is not None:
+            return [arm.name for arm in self.comparison.arms]
+        return [self.measurement.name] if self.measurement else []
+
+    @property
+    def basis(self) -> Basis:
+        """What the numbers rest on."""
+        if self.comparison is not None:
+            return of_comparison(self.comparison)
+        assert self.measurement is not None
+        return of_measurement(self.measurement, floor=load_measurement(self.floor) if self.floor else None)
+
+
+def collect(
+    paths: Sequence[Path], *, panel: Path | None = None, floor: Path | None = None, anchors: Sequence[Path] = ()
+) -> list[Part]:
+    """Read run folders and comparison folders, and put together what belongs in one table."""
+    if not paths:
+        raise UsageError("a card needs a receipt", "name run folders, or a folder that `fidelity compare` wrote")
+    parts = [
+        Part(comparison=load_comparison(path), measurement=None, runs=())
+        for path in paths
+        if (path / COMPARISON_FILE).is_file() or path.name == COMPARISON_FILE
+    ]
+    runs = [path for path in paths if not ((path / COMPARISON_FILE).is_file() or path.name == COMPARISON_FILE)]
+    for group in group_runs(runs):
+        beside = {"runs": tuple(group), "floor": floor, "anchors": tuple(anchors)}
+        if len(group) == 1:
+            _require_beside(group[0], [*([floor] if floor else []), *anchors])
+            parts.append(Part(comparison=None, measurement=load_measurement(group[0]), **beside))  # type: ignore[arg-type]
+        else:
+            made = compare(group, panel=panel, floor=floor, anchors=anchors)
+            parts.append(Part(comparison=made, measurement=None, **beside))  # type: ignore[arg-type]
+    return parts
+
+
+def _require_beside(run: Path, references: Sequence[Path]) -> None:
+    """Refuse a floor or an anchor of another panel, teacher, lane or estimator."""
+    first = _identity(run)
+    for reference in references:
+        require_comparable([first, _identity(reference)])
+
+
+def _identity(path: Path) -> Arm:
+    """What decides which table a run belongs to; its positions are not needed for that."""
+    measurement = load_measurement(path)
+    return Arm(name=measurement.name, measurement=measurement, columns=None, started=None)
+
+
+def group_runs(paths: Sequence[Path]) -> list[list[Path]]:
+    """Runs that may stand in one table, in the order in which they were named (FAULTS A 58, B 9, B 10)."""
+    groups: list[tuple[Arm, list[Path]]] = []
+    for path in paths:
+        arm = _identity(path)
+        for first, members in groups:
+            if _comparable(first, arm):
+                members.append(path)
+                break
+        else:
+            groups.append((arm, [path]))
+    return [members for _, members in groups]
+
+
+def _comparable(a: Arm, b: Arm) -> bool:
+    try:
+        require_comparable([a, b])
+    except IncomparableError:
+        return False
+    return True
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------

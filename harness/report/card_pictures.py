@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 
 from harness.compare.model import ArmResult, Comparison
 from harness.report import plots, style
-from harness.report.card import FOLDER
-from harness.report.card_sources import Part
+from harness.report.card import FOLDER, Part
 from harness.report.comparison_plots import (
     Point,
     distributions,

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from harness.compare.model import Comparison, Pair, save_comparison
+from harness.compare.model import Comparison, Pair, Position, save_comparison
 from harness.compare.task_model import TaskComparisons, save_task_comparisons
+from harness.errors import IncomparableError
 from harness.numbers import count
-from harness.report import comparison_tables as parts
 from harness.report import comparison_tables as tables
 from harness.report import task_tables
 from harness.report.table import Table, cell
 from harness.report.words import pair_headline, warnings, worded, worded_tasks
 from harness.store import folder_lock, write_text
 
-FILE = "report.md"
+REPORT_FILE = "report.md"
 
 
 def write(folder: Path, comparison: Comparison, tasks: Sequence[TaskComparisons] = ()) -> Path:
     """Write report.md, then comparison.json (and task-comparison.json); returns the report's path."""
     with folder_lock(folder):
-        write_text(folder / FILE, "\n".join(filter(None, [markdown(comparison), task_tables.markdown(tasks)])))
+        write_text(folder / REPORT_FILE, "\n".join(filter(None, [markdown(comparison), task_tables.markdown(tasks)])))
         if tasks:
             save_task_comparisons(folder, [worded_tasks(found) for found in tasks])
         save_comparison(folder, worded(comparison))
-    return folder / FILE
+    return folder / REPORT_FILE
 
 
 def markdown(comparison: Comparison) -> str:
@@ -54,20 +55,20 @@ def _details(comparison: Comparison, pair: Pair) -> Iterator[Table]:
     named = f"{pair.other} - {pair.baseline}: "
     found = [tables.verdicts(comparison, pair), tables.resolution(comparison, pair)]
     found += [tables.tails_table(pair, pair.tails)] if pair.tails else []
-    found += [parts.slices(f"{comparison.kl} by domain", pair, pair.domains)] if len(pair.domains) > 1 else []
-    found += [parts.slices(f"{comparison.kl} by position in the row", pair, pair.deciles)] if pair.deciles else []
+    found += [tables.slices(f"{comparison.kl} by domain", pair, pair.domains)] if len(pair.domains) > 1 else []
+    found += [tables.slices(f"{comparison.kl} by position in the row", pair, pair.deciles)] if pair.deciles else []
     found += (
-        [parts.slices(f"{comparison.kl} by the teacher's largest probability", pair, pair.confidence)]
+        [tables.slices(f"{comparison.kl} by the teacher's largest probability", pair, pair.confidence)]
         if pair.confidence
         else []
     )
-    found += [parts.rows_table(comparison, pair)]
+    found += [tables.rows_table(comparison, pair)]
     for table in found:
         yield table.under(named + table.title)
 
 
 def _positions(comparison: Comparison) -> list[Table]:
-    found = [parts.flips(comparison), parts.agreement_flips(comparison.pairs), parts.worst(comparison)]
+    found = [tables.flips(comparison), tables.agreement_flips(comparison.pairs), tables.worst(comparison)]
     return [table for table in found if table.rows]
 
 
@@ -108,3 +109,35 @@ def how(comparison: Comparison) -> list[str]:
     if on.rows_excluded_by_registration:
         lines.append(f"Rows left out as registered: {', '.join(map(str, on.rows_excluded_by_registration))}.")
     return lines
+
+
+# ---- texts, where a tokenizer is at hand: not every panel's text may be published ------------------------------------
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def with_texts(comparison: Comparison, tokenizer: Decoder) -> Comparison:
+    """The comparison with decoded contexts, targets and top choices of its worst positions."""
+    return comparison.model_copy(update={"worst": [_readable(p, tokenizer) for p in comparison.worst]})
+
+
+def require_panels_tokenizer(wanted: str, found: str) -> None:
+    """Refuse another tokenizer's words for a panel's ids; both are digests, and an unknown one is let through."""
+    if wanted and found != wanted:
+        raise IncomparableError(
+            f"this tokenizer is {found[:12]}, the panel's is {wanted[:12]}", "name the panel's own tokenizer"
+        )
+
+
+def _readable(position: Position, tokenizer: Decoder) -> Position:
+    texts = {
+        "context": str(tokenizer.decode(position.context)),
+        "target": str(tokenizer.decode([position.target])),
+        "teacher": str(tokenizer.decode([position.top1_teacher])),
+    }
+    texts |= {name: str(tokenizer.decode([token])) for name, token in position.top1.items()}
+    return position.model_copy(update={"texts": texts})

@@ -32,6 +32,7 @@ from harness.scoring.bounds import upper_bound_of_range
 from harness.store import slug, write_text
 
 Kind = Literal["exact", "lower bound", "estimate"]
+ESTIMATORS_FILE, PICTURE = "estimators.md", "known-tokens"
 #: A bound above the exact KL by more nats than this at a position is counted.
 ABOVE = 1e-6
 
@@ -69,6 +70,64 @@ class Column:
         m = self.run.m
         asked = [f"{m.scoring['way']}", f"k = {m.scoring['k']}"] if "way" in m.scoring else []
         return f"{self.kind} ({', '.join([m.lane, m.candidate.engine, *asked])})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimators:
+    """The columns of the table, and the points of the picture (none where no two runs differ in k)."""
+
+    columns: list[Column]
+    points: list[KnownTokens]
+    tail_range: float | None = None
+
+    @property
+    def tables(self) -> list[Table]:
+        return [table(self.columns, self.tail_range), *([k_table(self.points)] if self.points else [])]
+
+    @property
+    def sentences(self) -> list[str]:
+        return sentences(self.columns, self.tail_range)
+
+
+def estimators(runs: Sequence[Path], *, tail_range: float | None = None) -> Estimators:
+    """Read runs of one candidate; see `harness.report.estimators.load_runs` for what is refused.
+
+    Args:
+        tail_range: assume that ``ln(p/q)`` varies by at most so much outside the known tokens, for upper bounds.
+    """
+    if tail_range is not None and not (0 <= tail_range < math.inf):
+        raise UsageError(f"--tail-range {tail_range} is no range", "give a number of nats, such as 2")
+    columns = columns_of(load_runs(runs))
+    points = points_of(columns)
+    shown = points if len({p.k for p in points}) > 1 else []
+    return Estimators(columns=columns, points=shown, tail_range=tail_range)
+
+
+def default_folder(found: Estimators) -> Path:
+    """``reports/estimators--<candidate>--1a2b3c4d``."""
+    key = json_digest(sorted({c.run.m.key for c in found.columns}))
+    return Path("reports") / f"estimators--{slug(found.columns[0].run.m.name)[:60]}--{key[:8]}"
+
+
+def write(folder: Path, found: Estimators) -> Path:
+    """Write estimators.md and, where runs differ in k, the picture as PNG and SVG; returns the report's path."""
+    m = found.columns[0].run.m
+    blocks = [f"# Estimators of {cell(m.candidate.model)} against {cell(m.teacher.model)}"]
+    blocks += [
+        f"Panel {cell(m.panel.name)}, SHA-256 `{m.panel.sha256}`, {m.rows_measured} of {m.rows_planned} rows. "
+        f"`{m.direction}`."
+    ]
+    blocks += [one.section for one in found.tables]
+    if found.points:
+        with style.drawing(style.LIGHT):
+            style.save_all(k_figure(found.points), [folder / f"{PICTURE}.png", folder / f"{PICTURE}.svg"])
+        blocks += [f"![Known tokens and what they cost]({PICTURE}.png)"]
+    blocks += ["\n".join(f"- {text}" for text in found.sentences)]
+    write_text(folder / ESTIMATORS_FILE, "\n\n".join(blocks) + "\n")
+    return folder / ESTIMATORS_FILE
+
+
+# ---- its columns -----------------------------------------------------------------------------------------------------
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
@@ -258,11 +317,11 @@ def sentences(columns: Sequence[Column], log_range: float | None = None) -> list
     return out
 
 
-# What more known tokens buy: captured mass and share of the exact KL against bytes and seconds, for each k.
+# ---- what more known tokens buy: captured mass and share of the exact KL against bytes and seconds, for each k -------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class KnownTokens:
     """One run of a given ``k``; what is not known is None. ``seconds`` and ``wire_bytes`` are of the whole run."""
 
     way: str
@@ -281,7 +340,7 @@ class Point:
         return self.bound / self.exact if self.exact else None
 
 
-def points_of(columns: Sequence[Column]) -> list[Point]:
+def points_of(columns: Sequence[Column]) -> list[KnownTokens]:
     """The lower bounds that say their k, by way and k."""
     against = reference(columns)
     found = []
@@ -290,7 +349,7 @@ def points_of(columns: Sequence[Column]) -> list[Point]:
         mass = m.summary.get("captured_teacher_mass_mean")
         if c.kind != "lower bound" or "k" not in m.scoring or mass is None:
             continue
-        point = Point(
+        point = KnownTokens(
             way=str(m.scoring.get("way", "top-k")),
             k=int(m.scoring["k"]),
             mass=mass,
@@ -305,7 +364,7 @@ def points_of(columns: Sequence[Column]) -> list[Point]:
     return sorted(found, key=lambda p: (p.way, p.k))
 
 
-def k_table(points: Sequence[Point]) -> Table:
+def k_table(points: Sequence[KnownTokens]) -> Table:
     """One line for each way and k."""
     rows = [
         (
@@ -327,7 +386,7 @@ def k_table(points: Sequence[Point]) -> Table:
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
-def k_figure(points: Sequence[Point], theme: Theme = LIGHT) -> Figure:
+def k_figure(points: Sequence[KnownTokens], theme: Theme = LIGHT) -> Figure:
     """Left: captured teacher mass and bound / exact over k. Right: bytes a position and seconds over k."""
     figure = style.new_figure(4.4)
     left, bytes_axes, seconds_axes = figure.subplots(1, 3, gridspec_kw={"width_ratios": [5, 3, 3]})
@@ -355,7 +414,7 @@ def k_figure(points: Sequence[Point], theme: Theme = LIGHT) -> Figure:
 
 
 def _line(
-    axes: Axes, points: Sequence[Point], values: Sequence[float | None], label: str, index: int, theme: Theme
+    axes: Axes, points: Sequence[KnownTokens], values: Sequence[float | None], label: str, index: int, theme: Theme
 ) -> None:
     drawn = [(p.k, value) for p, value in zip(points, values, strict=True) if value is not None]
     if drawn:
@@ -382,64 +441,3 @@ def _k_axis(axes: Axes, ks: Sequence[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([str(k) for k in ks])
     axes.set_xlabel("k")
-
-
-# estimators.md and its picture: several estimators of one candidate, and what more known tokens buy.
-
-FILE = "estimators.md"
-PICTURE = "known-tokens"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimators:
-    """The columns of the table, and the points of the picture (none where no two runs differ in k)."""
-
-    columns: list[Column]
-    points: list[Point]
-    tail_range: float | None = None
-
-    @property
-    def tables(self) -> list[Table]:
-        return [table(self.columns, self.tail_range), *([k_table(self.points)] if self.points else [])]
-
-    @property
-    def sentences(self) -> list[str]:
-        return sentences(self.columns, self.tail_range)
-
-
-def estimators(runs: Sequence[Path], *, tail_range: float | None = None) -> Estimators:
-    """Read runs of one candidate; see `harness.report.estimators.load_runs` for what is refused.
-
-    Args:
-        tail_range: assume that ``ln(p/q)`` varies by at most so much outside the known tokens, for upper bounds.
-    """
-    if tail_range is not None and not (0 <= tail_range < math.inf):
-        raise UsageError(f"--tail-range {tail_range} is no range", "give a number of nats, such as 2")
-    columns = columns_of(load_runs(runs))
-    points = points_of(columns)
-    shown = points if len({p.k for p in points}) > 1 else []
-    return Estimators(columns=columns, points=shown, tail_range=tail_range)
-
-
-def default_folder(found: Estimators) -> Path:
-    """``reports/estimators--<candidate>--1a2b3c4d``."""
-    key = json_digest(sorted({c.run.m.key for c in found.columns}))
-    return Path("reports") / f"estimators--{slug(found.columns[0].run.m.name)[:60]}--{key[:8]}"
-
-
-def write(folder: Path, found: Estimators) -> Path:
-    """Write estimators.md and, where runs differ in k, the picture as PNG and SVG; returns the report's path."""
-    m = found.columns[0].run.m
-    blocks = [f"# Estimators of {cell(m.candidate.model)} against {cell(m.teacher.model)}"]
-    blocks += [
-        f"Panel {cell(m.panel.name)}, SHA-256 `{m.panel.sha256}`, {m.rows_measured} of {m.rows_planned} rows. "
-        f"`{m.direction}`."
-    ]
-    blocks += [one.section for one in found.tables]
-    if found.points:
-        with style.drawing(style.LIGHT):
-            style.save_all(k_figure(found.points), [folder / f"{PICTURE}.png", folder / f"{PICTURE}.svg"])
-        blocks += [f"![Known tokens and what they cost]({PICTURE}.png)"]
-    blocks += ["\n".join(f"- {text}" for text in found.sentences)]
-    write_text(folder / FILE, "\n\n".join(blocks) + "\n")
-    return folder / FILE

@@ -7,42 +7,32 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.compare import Comparison, load_comparison
 from harness.compare.load import find_runs
-from harness.compare.model import FILE as COMPARISON_FILE
-from harness.compare.model import Pair, Position, Slice
-from harness.errors import IncomparableError
+from harness.compare.model import COMPARISON_FILE, Pair, Position, Slice
 from harness.measure.receipt import Measurement, RowSummary, load_measurement
 from harness.numbers import bracket, count, estimate, number, percent, percent_bracket
 from harness.panel import load_tokenizer, tokenizer_digest
 from harness.report import comparison_tables as compared
-from harness.report import comparison_tables as parts
 from harness.report import style, tables
 from harness.report.basis import Basis, of_comparison, of_measurement
 from harness.report.bound import bound_lines
+from harness.report.card import Part
 from harness.report.card_pictures import drawings
-from harness.report.card_sources import Part
 from harness.report.caveats import cannot_tell, how_measured
+from harness.report.comparison_report import Decoder, require_panels_tokenizer, with_texts
 from harness.report.plots import Picture
 from harness.report.render import render
 from harness.report.run_report import count_lines, headline, identity_lines, slope_sentence, started
 from harness.report.style import DARK, LIGHT, Theme
 from harness.report.table import Table
 from harness.report.tables import Bucket
-from harness.report.texts import check_is_the_panels, with_texts
 from harness.report.words import pair_headline, warnings
 from harness.store import write_text
-
-
-class Decoder(Protocol):
-    """What is needed of a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,23 +237,16 @@ def write_html(
     if (folder / COMPARISON_FILE).is_file():
         c = load_comparison(folder)
         if loaded is not None:
-            check_is_the_panels(c, tokenizer_digest(loaded))
+            require_panels_tokenizer(c.panel.tokenizer_sha256, tokenizer_digest(loaded))
             c = with_texts(c, loaded)
         found = find_runs(folder, runs)
         page = comparison_page(c, [found[arm.key] for arm in c.arms if arm.key in found])
     else:
         if loaded is not None:
-            _require_tokenizer(load_measurement(folder).panel.tokenizer_sha256, tokenizer_digest(loaded))
+            require_panels_tokenizer(load_measurement(folder).panel.tokenizer_sha256, tokenizer_digest(loaded))
         page = run_page(folder, loaded)
     write_text(target, render("report.html.j2", page=page))
     return target
-
-
-def _require_tokenizer(wanted: str, found: str) -> None:
-    if wanted and wanted != found:
-        raise IncomparableError(
-            f"this tokenizer is {found[:12]}, the panel's is {wanted[:12]}", "name the panel's own tokenizer"
-        )
 
 
 def comparison_page(c: Comparison, runs: Sequence[Path] = ()) -> Page:
@@ -274,8 +257,8 @@ def comparison_page(c: Comparison, runs: Sequence[Path] = ()) -> Page:
     details = [compared.arms(c)] + ([compared.bars(c)] if c.bars else [])
     for pair in c.pairs:
         details += [compared.verdicts(c, pair), compared.resolution(c, pair)]
-        details += [parts.slices(f"{pair.other}: {title}", pair, found) for title, found in _slices(pair) if found]
-        details.append(parts.rows_table(c, pair))
+        details += [compared.slices(f"{pair.other}: {title}", pair, found) for title, found in _slices(pair) if found]
+        details.append(compared.rows_table(c, pair))
     return Page(
         title=f"{', '.join(names[1:])} against {names[0]}",
         lead=" ".join(pair_headline(c, pair) for pair in c.pairs),

@@ -1,4 +1,4 @@
-"""A comparison against the runs it was made from: compared again, value by value."""
+"""What is made of runs, against them: a comparison value by value, a tasks folder, a card line by line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from harness.compare import Comparison, compare, load_comparison
 from harness.compare.load import find_runs
+from harness.compare.model import COMPARISON_FILE
 from harness.errors import IncomparableError, Refused
 from harness.report.card import FOLDER
 from harness.report.card_write import check_card, parts_of, read_record
@@ -18,7 +19,6 @@ from harness.tasks.pooling import Count, pool
 from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt
 from harness.verify.run import Finding, Outcome, verify_run
 
-FILE = "comparison.json"
 #: What a tokenizer adds for the reader; it takes no part in any number.
 DECODED = "texts"
 
@@ -59,7 +59,7 @@ def _plain(c: Comparison) -> dict[str, object]:
     return record
 
 
-# A tasks folder: accuracies and standard errors again from the items, groups again from their tasks.
+# ---- a tasks folder: accuracies and standard errors again from the items, groups again from their tasks --------------
 
 
 def verify_tasks(folder: Path) -> Outcome:
@@ -105,7 +105,7 @@ def _count(leaf: TaskResult, items: pa.Table | None) -> Count:
     return Count(sum(right), len(right))
 
 
-# A card against the receipts beside it: rendered again, line by line; then the receipts themselves.
+# ---- a card: rendered again, line by line; then the receipts beside it -----------------------------------------------
 
 
 def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
@@ -122,7 +122,7 @@ def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None =
     nearby = [*runs, *sorted((folder / FOLDER).glob("*/"))]
     known = [run for run in nearby if (run / "measurement.json").is_file()]
     for receipt in receipts:
-        if (receipt / "comparison.json").is_file():
+        if (receipt / COMPARISON_FILE).is_file():
             outcome.join(verify_comparison(receipt, runs=known, panel=panel))
         elif (receipt / "positions.parquet").is_file():
             outcome.join(verify_run(receipt, panel=panel))

@@ -1,4 +1,7 @@
-"""What a verification found: checked, different, or not checkable here."""
+"""One run folder against its own positions.parquet, its registration and the panel's seal.
+
+`Outcome` says what was checked and holds, what differs, and what could not be checked here.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from harness.measure import summary
 from harness.measure.receipt import Measurement, load_measurement
 from harness.measure.result import Extras, intervals, text_extras
 from harness.measure.text_size import BYTES, WORDS, TextSize
+from harness.panel import load_panel
 from harness.registration import Registration
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text, started
@@ -29,6 +33,8 @@ from harness.types import SCORE_DTYPES, Panel, Row, Scores
 #: Sums are taken in another order on another machine.
 RELATIVE = 1e-9
 NOT_HERE = "not in this receipt"
+#: Published row means may be rounded.
+ROUNDED = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +112,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-# One run folder against its own positions.parquet, its registration and the panel's seal.
-
-#: Published row means may be rounded.
-ROUNDED = 1e-7
+# ---- a run folder ----------------------------------------------------------------------------------------------------
 
 
 def verify_run(folder: Path, *, panel: Path | None = None) -> Outcome:
@@ -244,8 +247,6 @@ def _verify_report(outcome: Outcome, folder: Path, m: Measurement, frame: pd.Dat
 
 def _verify_panel(outcome: Outcome, m: Measurement, frame: pd.DataFrame, folder: Path | None) -> None:
     """The scored tokens are the sealed panel's own."""
-    from harness.panel import load_panel
-
     if folder is None:
         outcome.unchecked.append("that these are the panel's tokens: name the panel's folder with --panel")
         return

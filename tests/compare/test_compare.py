@@ -13,8 +13,7 @@ from scipy import stats as scipy_stats
 
 from harness.compare import Comparison, compare, load_comparison
 from harness.errors import IncomparableError, Refused
-from harness.report.comparison_report import markdown, write
-from harness.report.texts import check_is_the_panels, with_texts
+from harness.report.comparison_report import markdown, require_panels_tokenizer, with_texts, write
 from harness.report.words import reason, sentence, warnings, worded
 from harness.store import write_json
 from tests.compare.fake_arms import World
@@ -317,9 +316,9 @@ def test_worst_positions_can_be_read(found: Comparison) -> None:
     assert first.texts["target"] == chr(97 + first.target)
     assert first.texts["context"] == "".join(chr(97 + i) for i in first.context)
     assert first.texts["B"] == chr(97 + first.top1["B"])
-    check_is_the_panels(found, "e" * 64)
+    require_panels_tokenizer(found.panel.tokenizer_sha256, "e" * 64)
     with pytest.raises(IncomparableError, match="this tokenizer is"):
-        check_is_the_panels(found, "f" * 64)
+        require_panels_tokenizer(found.panel.tokenizer_sha256, "f" * 64)
 
 
 def test_a_damaged_comparison_is_one_clear_line(tmp_path: Path) -> None:

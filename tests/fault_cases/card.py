@@ -16,8 +16,8 @@ from harness.compare import compare
 from harness.errors import Refused, UsageError
 from harness.measure.receipt import load_measurement
 from harness.registration import Registration
-from harness.report.card_file import merged_readme, stale_lines
 from harness.report.card_tables import quality
+from harness.report.card_write import merged_readme, stale_lines
 from harness.report.frontmatter import PanelResult, dump, our_keys, panel_results, parse, split_readme
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions

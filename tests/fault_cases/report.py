@@ -22,8 +22,7 @@ from harness.exl3.census import take_census
 from harness.exl3.checkpoint import Checkpoint
 from harness.exl3.headers import TensorHeader
 from harness.registration import Registration, task_deviations
-from harness.report.card import Options, build_card
-from harness.report.card_sources import collect, group_runs
+from harness.report.card import Options, build_card, collect, group_runs
 from harness.report.card_tables import quality
 from harness.report.comparison_report import markdown
 from harness.report.run_report import report_text

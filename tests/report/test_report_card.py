@@ -18,9 +18,8 @@ from harness.compare import compare, save_comparison
 from harness.errors import IncomparableError, UsageError
 from harness.interop.g4 import import_files
 from harness.report import style
-from harness.report.card import Options, build_card
+from harness.report.card import Options, build_card, collect
 from harness.report.card_pictures import shown
-from harness.report.card_sources import collect
 from harness.report.card_write import check_card, write_card
 from harness.report.plots import PICTURES
 from harness.verify import verify

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import Refused, UsageError
-from harness.report.card_file import BEGIN, END, merged_readme, stale_lines
+from harness.report.card_write import BEGIN, END, merged_readme, stale_lines
 from harness.report.frontmatter import (
     IndexResult,
     PanelResult,

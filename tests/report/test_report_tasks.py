@@ -14,8 +14,7 @@ from scipy import stats as scipy_stats
 from harness.compare.task_pairing import TaskFolder, load_tasks
 from harness.errors import UsageError
 from harness.interop.g4 import import_files
-from harness.report.card import Options, build_card
-from harness.report.card_sources import collect
+from harness.report.card import Options, build_card, collect
 from harness.report.card_write import check_card, write_card
 from harness.report.frontmatter import hub_files, index_results
 from harness.report.task_tables import task_table

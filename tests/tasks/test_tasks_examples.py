@@ -9,8 +9,7 @@ import pytest
 from harness.compare.task_model import load_task_comparisons
 from harness.compare.task_pairing import load_tasks
 from harness.compare.tasks import compare_task_runs
-from harness.report.card import Options, build_card
-from harness.report.card_sources import collect
+from harness.report.card import Options, build_card, collect
 from harness.report.task_tables import markdown
 from harness.report.words import worded_tasks
 from harness.tasks.local import development_questions

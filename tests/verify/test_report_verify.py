@@ -16,8 +16,7 @@ from harness.cli import app
 from harness.compare import compare, save_comparison
 from harness.errors import UsageError
 from harness.measure.receipt import load_measurement
-from harness.report.card import Options
-from harness.report.card_sources import collect
+from harness.report.card import Options, collect
 from harness.report.card_write import write_card
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text

@@ -135,10 +135,9 @@ def test_a_stale_report_is_found(honest: Path) -> None:
 
 def test_other_tokens_than_the_panel_s(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scored tokens are compared with the sealed panel's."""
-    import harness.panel
 
     panel = panel_of(load_positions(honest))
-    monkeypatch.setattr(harness.panel, "load_panel", lambda folder, tokenizer: panel)
+    monkeypatch.setattr("harness.verify.run.load_panel", lambda folder, tokenizer: panel)
     outcome = verify_run(honest, panel=honest)
     assert outcome.ok and "documents and domains of the rows" in outcome.checked
     panel.rows[3].ids_T[5] += 1

@@ -9,6 +9,8 @@ SUPPORTED_DIGITS = 2
 #: An interval narrower than this share of its ends is rounding of the arithmetic, and supports no further digits.
 NO_SPREAD = 1e-9
 MISSING = "n/a"
+#: Stands for a number that says nothing about other positions, and is not shown.
+WITHHELD = "withheld"
 
 
 class Bounds(Protocol):
@@ -19,6 +21,13 @@ class Bounds(Protocol):
 
     @property
     def high(self) -> float | None: ...
+
+
+class Noted(Bounds, Protocol):
+    """Two ends, or a note that says why there are none."""
+
+    @property
+    def note(self) -> str: ...
 
 
 def supported_decimals(low: float | None, high: float | None) -> int | None:
@@ -80,6 +89,11 @@ def with_interval(value: float | None, interval: Bounds | None, decimals: int | 
     return text if value is None or ends == MISSING else f"{text} {ends}"
 
 
+def ends(interval: Noted) -> str:
+    """``[0.357, 0.411]``, or ``none: fewer than 4 documents``."""
+    return f"none: {interval.note}" if interval.low is None else bracket(interval)
+
+
 def signed(value: float | None, decimals: int | None = None) -> str:
     """A difference with its sign; exactly zero has none."""
     text = number(value, decimals)
@@ -106,6 +120,11 @@ def percent_bracket(interval: Bounds | None) -> str:
     places = supported_decimals(100 * interval.low, 100 * interval.high)
     decimals = 2 if places is None else min(places, 4)
     return f"[{percent(interval.low, decimals)}, {percent(interval.high, decimals)}]"
+
+
+def percent_ends(interval: Noted) -> str:
+    """``[78.1 %, 79.9 %]``, or why there are none."""
+    return ends(interval) if interval.low is None else percent_bracket(interval)
 
 
 def count(value: int | None) -> str:

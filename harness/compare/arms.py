@@ -7,19 +7,10 @@ import numpy as np
 from harness.compare.metrics import METRICS, Metric
 from harness.compare.model import ArmResult, Figure, Flips, Largest, Reference, Settings, Share, Trend
 from harness.compare.pairing import Aligned
+from harness.measure.quantities import QUANTILES, interval_of
 from harness.measure.receipt import Measurement
-from harness.stats import (
-    Estimate,
-    Totals,
-    concentration,
-    exponentiated,
-    mean_kl_interval,
-    rate_interval,
-    t_interval,
-    woodruff,
-)
+from harness.stats import Estimate, Totals, concentration, exponentiated, t_interval, woodruff
 
-QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 #: KL of the last tenth of the positions over the first that is called rising, when the difference is sure.
 RISE = 1.5
 
@@ -29,6 +20,7 @@ def arm_result(aligned: Aligned, at: int, settings: Settings, floor: Reference |
     measurement = aligned.arms[at].measurement
     metrics = {m.name: f for m in METRICS if (f := _metric(aligned, at, m, settings)) is not None}
     has_positions = aligned.basis == "positions"
+    quantiles = _quantiles(aligned, at, settings) if has_positions else {}
     return ArmResult(
         name=aligned.arms[at].name,
         key=measurement.key,
@@ -37,7 +29,8 @@ def arm_result(aligned: Aligned, at: int, settings: Settings, floor: Reference |
         positions_sha256=measurement.positions_sha256,
         metrics=metrics,
         ppl_token=_ppl(aligned, at, settings),
-        quantiles=_quantiles(aligned, at, settings) if has_positions else {},
+        quantiles={name: Figure.of(e) for name, e in quantiles.items() if not e.withheld},
+        withheld={name: e.note for name, e in quantiles.items() if e.withheld},
         largest=_largest(aligned, at) if has_positions else _published_largest(measurement),
         share=_share(aligned, at),
         trend=_trend(aligned, at, settings) if has_positions else None,
@@ -60,18 +53,15 @@ def _metric(aligned: Aligned, at: int, metric: Metric, settings: Settings) -> Fi
 
 
 def arm_interval(metric: Metric, totals: Totals, settings: Settings) -> Estimate:
-    """The default interval of one arm: bootstrap-t for KL, t or Wilson for shares of positions, else t."""
-    if metric.name == "kl_mean":
-        return mean_kl_interval(
-            totals,
-            confidence=settings.confidence,
-            unit=settings.unit,
-            resamples=settings.resamples,
-            seed=settings.seed,
-        )
-    if metric.name in ("top1_agreement", "tail_rate_0.1", "tail_rate_1"):
-        return rate_interval(totals, confidence=settings.confidence, unit=settings.unit)
-    return t_interval(totals, confidence=settings.confidence, unit=settings.unit)
+    """One arm's mean and interval: the receipt's own, made with the registered settings."""
+    return interval_of(
+        metric.name,
+        totals,
+        unit=settings.unit,
+        confidence=settings.confidence,
+        resamples=settings.resamples,
+        seed=settings.seed,
+    )
 
 
 def _ppl(aligned: Aligned, at: int, settings: Settings) -> Figure:
@@ -81,15 +71,14 @@ def _ppl(aligned: Aligned, at: int, settings: Settings) -> Figure:
     if values is None:
         raise ValueError("every measurement has an NLL")
     totals = aligned.by_unit(values[at], aligned.mask(values)).totals
-    nll = t_interval(totals, confidence=settings.confidence, unit=settings.unit)
-    return Figure.of(exponentiated(nll, "exp of the t interval of the mean NLL"))
+    return Figure.of(exponentiated(arm_interval(metric, totals, settings), "exp of the t interval of the mean NLL"))
 
 
-def _quantiles(aligned: Aligned, at: int, settings: Settings) -> dict[str, Figure]:
+def _quantiles(aligned: Aligned, at: int, settings: Settings) -> dict[str, Estimate]:
     mask = aligned.finite_N
     kl_N, unit_N = aligned.columns[at]["kl"][mask], aligned.unit_N[mask]
     return {
-        name: Figure.of(woodruff(kl_N, unit_N, q, confidence=settings.confidence, unit=settings.unit))
+        name: woodruff(kl_N, unit_N, q, confidence=settings.confidence, unit=settings.unit)
         for name, q in QUANTILES.items()
     }
 

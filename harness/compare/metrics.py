@@ -1,16 +1,14 @@
-"""The quantities that are compared, each defined once: from the columns of positions.parquet, or from row means."""
+"""The quantities that are compared: their labels, units and directions. Their values are `QUANTITIES`'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from harness.measure.summary import TAILS
+from harness.measure.quantities import QUANTITIES, TAILS, Columns
 from harness.registration import Endpoint
-
-Columns = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,35 +25,12 @@ class Metric:
     unit: str
     lower_is_better: bool | None
     columns: tuple[str, ...]
-    values: Callable[[Columns], np.ndarray]
     row_field: str | None = None
     ratio: bool = False
 
-
-def column(name: str) -> Callable[[Columns], np.ndarray]:
-    """The column itself, as float64."""
-    return lambda c: np.asarray(c[name], dtype=np.float64)
-
-
-def delta_p(c: Columns) -> np.ndarray:
-    """Change of the true token's probability, candidate minus teacher."""
-    return np.asarray(np.exp(-c["nll_candidate"]) - np.exp(-c["nll_teacher"]))
-
-
-def agreement(c: Columns) -> np.ndarray:
-    """Whether both choose alike; nan where a server does not tell the candidate's choice."""
-    return np.where(c["top1_candidate"] < 0, np.nan, np.asarray(c["agree"], dtype=np.float64))
-
-
-def top5(c: Columns) -> np.ndarray:
-    """Share of the teacher's five most likely tokens among the candidate's; nan where it is not known."""
-    overlap = np.asarray(c["top5_overlap"], dtype=np.float64)
-    return np.where(overlap < 0, np.nan, overlap / 5)
-
-
-def above(nats: float) -> Callable[[Columns], np.ndarray]:
-    """Whether KL exceeds a threshold; nan stays nan."""
-    return lambda c: np.where(np.isnan(c["kl"]), np.nan, np.asarray(c["kl"] > nats, dtype=np.float64))
+    def values(self, columns: Columns) -> np.ndarray:
+        """The quantity at each position ``[N]``; nan where it is not known."""
+        return QUANTITIES[self.name].values_N(columns)
 
 
 NLLS = ("nll_candidate", "nll_teacher")
@@ -66,7 +41,6 @@ METRICS: tuple[Metric, ...] = (
         unit="nats",
         lower_is_better=True,
         columns=("kl",),
-        values=column("kl"),
         row_field="kl_mean",
         ratio=True,
     ),
@@ -76,7 +50,6 @@ METRICS: tuple[Metric, ...] = (
         unit="nats",
         lower_is_better=True,
         columns=("nll_candidate",),
-        values=column("nll_candidate"),
         row_field="nll_candidate_mean",
     ),
     Metric(
@@ -85,7 +58,6 @@ METRICS: tuple[Metric, ...] = (
         unit="share",
         lower_is_better=False,
         columns=("agree", "top1_candidate"),
-        values=agreement,
         row_field="top1_agreement",
     ),
     Metric(
@@ -94,7 +66,6 @@ METRICS: tuple[Metric, ...] = (
         unit="share",
         lower_is_better=False,
         columns=("top5_overlap",),
-        values=top5,
         row_field="top5_overlap",
     ),
     Metric(
@@ -103,7 +74,6 @@ METRICS: tuple[Metric, ...] = (
         unit="share",
         lower_is_better=True,
         columns=("tv",),
-        values=column("tv"),
         row_field="tv_mean",
         ratio=True,
     ),
@@ -113,7 +83,6 @@ METRICS: tuple[Metric, ...] = (
         unit="nats",
         lower_is_better=True,
         columns=("kl_reverse",),
-        values=column("kl_reverse"),
         row_field="kl_reverse_mean",
         ratio=True,
     ),
@@ -123,7 +92,6 @@ METRICS: tuple[Metric, ...] = (
         unit="share",
         lower_is_better=None,
         columns=NLLS,
-        values=delta_p,
     ),
     Metric(
         name="delta_p_abs",
@@ -131,7 +99,6 @@ METRICS: tuple[Metric, ...] = (
         unit="share",
         lower_is_better=True,
         columns=NLLS,
-        values=lambda c: np.abs(delta_p(c)),
         ratio=True,
     ),
     *(
@@ -141,7 +108,6 @@ METRICS: tuple[Metric, ...] = (
             unit="share",
             lower_is_better=True,
             columns=("kl",),
-            values=above(nats),
         )
         for nats in TAILS
     ),

@@ -89,7 +89,10 @@ class Flips(Strict):
 
 
 class ArmResult(Strict):
-    """One measurement on the common positions. ``published`` holds values known only from its own summary."""
+    """One measurement on the common positions. ``published`` holds values known only from its own summary.
+
+    ``withheld`` says of a quantile that is not in ``quantiles`` why.
+    """
 
     name: str
     key: str
@@ -108,6 +111,7 @@ class ArmResult(Strict):
     at_floor: bool | None
     published: dict[str, float]
     notes: list[str]
+    withheld: dict[str, str] = Field(default_factory=dict)
     #: Of a lower bound: mean share of the teacher's distribution that its known tokens hold.
     captured_mass: float | None = None
 

@@ -16,6 +16,7 @@ import numpy as np
 from harness.compare.load import Arm
 from harness.compare.metrics import Metric
 from harness.errors import IncomparableError
+from harness.measure.quantities import unit_codes
 from harness.measure.receipt import RowSummary
 from harness.stats import Totals
 
@@ -143,9 +144,7 @@ def _require_same_rows(arms: Sequence[Arm], summaries: Sequence[dict[int, RowSum
 def _units(unit: Unit, rows: Sequence[RowSummary]) -> tuple[tuple[str, ...], np.ndarray]:
     """Unit labels in order of appearance, and the unit of each row."""
     labels = [row.document if unit == "document" else f"row {row.row}" for row in rows]
-    units = tuple(dict.fromkeys(labels))
-    place = {label: index for index, label in enumerate(units)}
-    return units, np.array([place[label] for label in labels])
+    return tuple(dict.fromkeys(labels)), unit_codes(unit, labels)
 
 
 def _align_positions(

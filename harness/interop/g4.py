@@ -18,8 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.digest import json_digest
 from harness.errors import IncomparableError, UsageError
+from harness.measure.quantities import interval_of
 from harness.measure.receipt import Interval, Measurement, PanelIdentity, RowSummary, SideIdentity, save_measurement
-from harness.stats import Totals, mean_kl_interval, t_interval
+from harness.stats import Totals
 from harness.store import folder_lock, slug
 from harness.types import Check
 
@@ -295,12 +296,8 @@ def _intervals(receipt: G4Receipt) -> dict[str, Interval]:
     kl = Totals(np.array([row.kl_lb_mean for row in receipt.per_row]) * counts_R, counts_R)
     agree = Totals(np.array([row.top1_agree for row in receipt.per_row], dtype=np.float64), counts_R)
     nll = np.array([row.cand_nll_mean - row.teacher_nll_mean for row in receipt.per_row])
-    estimates = {
-        "kl_mean": mean_kl_interval(kl),
-        "top1_agreement": t_interval(agree),
-        "nll_difference": t_interval(Totals(nll * counts_R, counts_R)),
-    }
-    return {name: Interval(**bounds) for name, e in estimates.items() if (bounds := e.bounds()) is not None}
+    totals = {"kl_mean": kl, "top1_agreement": agree, "nll_difference": Totals(nll * counts_R, counts_R)}
+    return {name: Interval(**interval_of(name, sums, unit="row").bounds()) for name, sums in totals.items()}
 
 
 def _row(row: G4Row) -> RowSummary:

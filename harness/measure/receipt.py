@@ -56,14 +56,15 @@ class SideIdentity(Strict):
 
 
 class Interval(Strict):
-    """``unit`` is what was resampled; ``n`` how many of them."""
+    """``unit`` is what was resampled; ``n`` how many of them. Without ends, ``note`` says why."""
 
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     method: str
     confidence: float
     unit: str
     n: int
+    note: str = ""
 
 
 class RowSummary(Strict):

@@ -18,15 +18,15 @@ from harness.engines.open import tokenizer_of
 from harness.environment import current_source_digest, environment, source_digest
 from harness.errors import Refused, ScoreError
 from harness.measure import summary
+from harness.measure.quantities import IN_RECEIPT, QUANTITIES, interval_of, units_of
 from harness.measure.receipt import Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
 from harness.measure.rows import drop_row_files, scores_of
 from harness.measure.teacher import Yardstick
 from harness.measure.text_size import TextSize, per_text, text_size
 from harness.panel.tokenizer import load_tokenizer
 from harness.registration import Registration, registration_block
-from harness.stats.bootstrap import mean_kl_interval
-from harness.stats.influence import group_totals, t_interval
-from harness.types import Check, Engine, EngineIdentity, Estimator, Panel, Row, Scores
+from harness.stats import group_totals
+from harness.types import SCORE_DTYPES, Check, Engine, EngineIdentity, Estimator, Panel, Row, Scores
 
 #: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
 OUTSIDE = 1e-6
@@ -90,7 +90,7 @@ def build_measurement(
         teacher=_side(capture.identity, capture_sha256=capture_digest(capture.manifest.key, entries)),
         candidate=_side(identity, **({} if role == "anchor" or candidate is None else census_of(candidate))),
         scoring=dict(scoring),
-        summary=summary.summarise(scores, row_N, table["position"].to_numpy())
+        summary=summary.summarise(scores, row_N, table["position"].to_numpy(), panel_units(panel, row_N))
         | _finite_only(scores, counts)
         | dict(extras.summary),
         intervals=intervals(scores, row_N, panel) | dict(extras.intervals),
@@ -136,22 +136,22 @@ def panel_identity(panel: Panel) -> PanelIdentity:
     )
 
 
+def panel_units(panel: Panel, row_N: np.ndarray) -> np.ndarray:
+    """The panel's unit of each position, as intervals resample it ``[N]``."""
+    return units_of(panel.unit, row_N, {row.index: row.document for row in panel.rows})
+
+
 def intervals(scores: Scores, row_N: np.ndarray, panel: Panel) -> dict[str, Interval]:
-    """Intervals of the headline means over the panel's unit; none where a position is not finite."""
-    labels = np.array([row.document if panel.unit == "document" else str(row.index) for row in panel.rows])
-    group_N = labels[row_N]
-    out: dict[str, Interval] = {}
-    if np.isfinite(scores.kl).all():
-        estimates = {"kl_mean": mean_kl_interval(group_totals(scores.kl, group_N), unit=panel.unit)}
-        for name, values in (
-            ("top1_agreement", scores.agree),
-            ("tv_mean", scores.tv),
-            ("nll_difference", scores.nll_candidate - scores.nll_teacher),
-        ):
-            if np.isfinite(values).all() and (name != "top1_agreement" or summary.choice_known(scores)):
-                estimates[name] = t_interval(group_totals(values, group_N), unit=panel.unit)
-        out = {name: Interval(**bounds) for name, e in estimates.items() if (bounds := e.bounds()) is not None}
-    return out
+    """Intervals of the means over the panel's unit, withheld ones with the reason; none where a KL is not finite."""
+    if not np.isfinite(scores.kl).all():
+        return {}
+    unit_N, columns = panel_units(panel, row_N), {name: getattr(scores, name) for name in SCORE_DTYPES}
+    values = {name: QUANTITIES[name].values_N(columns) for name in IN_RECEIPT}
+    return {
+        name: Interval(**interval_of(name, group_totals(values_N, unit_N), unit=panel.unit).bounds())
+        for name, values_N in values.items()
+        if np.isfinite(values_N).all()
+    }
 
 
 def _status(counts: dict[str, int], measured: int, planned: int) -> Literal["complete", "partial", "invalid"]:

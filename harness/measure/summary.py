@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 
+from harness.measure.quantities import SUMMARY_QUANTILES, TAILS, quantile_key
 from harness.measure.receipt import RowSummary
+from harness.stats import order_quantile, why_withheld
 from harness.types import Panel, Scores
 
-#: Shares of positions with a KL above so many nats; fixed in advance, so that nobody chooses one that flatters.
-TAILS = (0.1, 1.0)
 #: Edges of the teacher's top-1 probability; the last bucket is closed on the right.
 CONFIDENCE_EDGES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99, "kl_p999": 0.999}
-#: A quantile needs this many positions beyond it, or it is withheld.
-BEYOND = 50
 #: Rounding may push a KL below zero by this much; more means unnormalised inputs.
 NEGATIVE_ROUNDING = 1e-6
 
 
-def summarise(scores: Scores, row_N: np.ndarray, position_N: np.ndarray) -> dict[str, Any]:
-    """Overall numbers of ``N`` scored positions; see the keys' names for units (nats unless a rate)."""
+def summarise(scores: Scores, row_N: np.ndarray, position_N: np.ndarray, unit_N: np.ndarray) -> dict[str, Any]:
+    """Overall numbers of ``N`` scored positions; see the keys' names for units (nats unless a rate).
+
+    ``unit_N`` names each position's document or row: an extreme quantile needs several of them beyond it.
+    """
     kl = scores.kl
     out: dict[str, Any] = {
         "kl_mean": _mean(kl),
-        **_quantiles(kl),
+        **_quantiles(kl, unit_N),
         "kl_max": float(np.max(kl)),
         "kl_max_at": _where_max(kl, row_N, position_N),
         "kl_reverse_mean": _measured(scores.kl_reverse, kl),
@@ -119,13 +119,11 @@ def _exp(value: float) -> float:
         return float(np.exp(value))
 
 
-def _quantiles(kl: np.ndarray) -> dict[str, float | None]:
-    finite = kl[np.isfinite(kl)]
-    enough = {name: len(finite) * (1 - q) >= BEYOND or q <= 0.99 for name, q in QUANTILES.items()}
-    return {
-        name: float(np.quantile(finite, q, method="inverted_cdf")) if enough[name] and len(finite) else None
-        for name, q in QUANTILES.items()
-    }
+def _quantiles(kl: np.ndarray, unit_N: np.ndarray) -> dict[str, float | None]:
+    finite = np.isfinite(kl)
+    kl, unit_N = kl[finite], unit_N[finite]
+    shown = {name: len(kl) > 0 and not why_withheld(kl, unit_N, q) for name, q in SUMMARY_QUANTILES.items()}
+    return {quantile_key(name): order_quantile(kl, q) if shown[name] else None for name, q in SUMMARY_QUANTILES.items()}
 
 
 def _where_max(kl: np.ndarray, row_N: np.ndarray, position_N: np.ndarray) -> dict[str, int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.compare.model import Comparison
 from harness.measure.receipt import Measurement, PanelIdentity, SideIdentity
 from harness.measure.result import deviations
 from harness.numbers import number, percent, with_interval
 from harness.registration import Registration, lead_time
 from harness.report.bound import floor_text, known_tokens, repeat_text
+from harness.stats import Totals, concentration
 from harness.types import Check
 
 
@@ -47,10 +50,9 @@ def of_measurement(
     m: Measurement,
     *,
     started: str | None = None,
-    top_row: tuple[int, float] | None = None,
     floor: Measurement | None = None,
 ) -> Basis:
-    """The basis of one measurement; ``started`` is when it began, ``top_row`` the heaviest row and its share."""
+    """The basis of one measurement; ``started`` is when it began."""
     return Basis(
         panel=m.panel,
         rows_measured=m.rows_measured,
@@ -65,7 +67,7 @@ def of_measurement(
         registration=_registration_of(m, started),
         floor=f"{floor.name}, {_kl_text(floor)}" if floor else floor_text(m),
         repeat=repeat_text(m),
-        driven_by=_driven(m, top_row),
+        driven_by=_driven(m),
         failed_checks=_failed(m.preflight),
         captured_mass=m.summary.get("captured_teacher_mass_mean"),
         longest=max((row.positions for row in m.per_row), default=None),
@@ -104,11 +106,15 @@ def _kl_text(m: Measurement) -> str:
     return f"{with_interval(m.summary['kl_mean'], m.intervals.get('kl_mean'))} nats"
 
 
-def _driven(m: Measurement, top_row: tuple[int, float] | None) -> list[str]:
-    """A row that carries more than a fifth of the sum, and clearly more than its even share."""
-    if top_row is None or top_row[1] <= 0.2 or top_row[1] <= 1.5 / m.rows_measured:
+def _driven(m: Measurement) -> list[str]:
+    """The row without which the mean would be another one, if there is such a row."""
+    counts_R = np.array([row.positions for row in m.per_row], dtype=np.float64)
+    sums_R = counts_R * [row.kl_mean for row in m.per_row]
+    if not np.isfinite(sums_R).all():
         return []
-    return [f"row {top_row[0]} alone carries {percent(top_row[1], 1)} of the summed KL"]
+    found = concentration(Totals(sums_R, counts_R))
+    row = m.per_row[found.top].row
+    return [f"row {row} alone carries {percent(found.top_share, 1)} of the summed KL"] if found.driven_by_one else []
 
 
 def _failed(checks: Sequence[Check]) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.measure.quantities import QUANTILES, quantile_key
 from harness.measure.receipt import Measurement
-from harness.numbers import bracket, count, number, percent, size, supported_decimals, with_interval
-from harness.report.card_tables import WITHHELD, Quality, Row, metric_name
+from harness.numbers import WITHHELD, count, ends, number, percent, size, supported_decimals, with_interval
+from harness.report.card_tables import Quality, Row, metric_name
 
 
 def single_quality(
@@ -18,9 +19,9 @@ def single_quality(
         _single(m, "top-1 agreement", "top1_agreement", decimals),
         _single(m, f"KL mean{bound}", "kl_mean", decimals),
         *(
-            Row(name=f"KL {name}{bound}", values=(WITHHELD if s.get(key) is None else number(s[key]),))
-            for name, key in (("p50", "kl_p50"), ("p95", "kl_p95"), ("p99", "kl_p99"), ("p99.9", "kl_p999"))
-            if key in s
+            Row(name=f"KL {name}{bound}", values=(WITHHELD if s[key] is None else number(s[key]),))
+            for name in QUANTILES
+            if (key := quantile_key(name)) in s
         ),
         Row(
             name=f"KL max{bound}",
@@ -51,8 +52,9 @@ def _single(m: Measurement, name: str, key: str, decimals: int | None) -> Row:
     places = decimals
     if places is None and interval is not None:
         places = supported_decimals(interval.low, interval.high)
-    ends = bracket(interval) if interval is not None else ""
-    return Row(name=name, values=(number(m.summary.get(key), places),), interval=ends)
+    return Row(
+        name=name, values=(number(m.summary.get(key), places),), interval=ends(interval) if interval is not None else ""
+    )
 
 
 def size_text(nbytes: int | None) -> str:

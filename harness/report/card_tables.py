@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair
-from harness.numbers import bracket, count, number, percent, signed, supported_decimals, with_interval
+from harness.measure.quantities import QUANTILES, quantile_key
+from harness.numbers import (
+    WITHHELD,
+    bracket,
+    count,
+    ends,
+    number,
+    percent,
+    signed,
+    supported_decimals,
+    with_interval,
+)
 
-#: A quantile that its receipt withholds is not printed (FAULTS B 25).
-WITHHELD = "withheld"
 LABELS = {
     "kl_mean": "KL mean",
     "nll_candidate": "NLL, nats",
@@ -123,7 +132,7 @@ def relative(baseline: float, other: float) -> str:
 
 
 def _ends(figure: Figure, unit: str) -> str:
-    return f"{bracket(figure)} {unit}" if figure.low is not None else f"none: {figure.note}"
+    return ends(figure) if figure.low is None else f"{ends(figure)} {unit}"
 
 
 def _verdict(d: Difference) -> str:
@@ -159,7 +168,7 @@ def _ppl_decimals(pair: Pair) -> int | None:
 def _quantile_rows(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
     """Quantiles by themselves: their difference has no interval here, so no verdict either."""
     rows = []
-    for name in ("p50", "p95", "p99", "p99.9"):
+    for name in QUANTILES:
         values = [quantile(arm, name) for arm in arms]
         if all(value is None for value in values):
             continue
@@ -181,9 +190,7 @@ def _quantile_rows(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
 def quantile(arm: ArmResult, name: str) -> float | None:
     """A quantile of an arm, from its positions or as its receipt published it; None where it is withheld."""
     figure = arm.quantiles.get(name)
-    if figure is not None:
-        return None if name == "p99.9" and figure.low is None else figure.estimate
-    return arm.published.get(f"kl_{name}")
+    return figure.estimate if figure is not None else arm.published.get(quantile_key(name))
 
 
 def _largest_row(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, RowDifference, Slice, Tails
-from harness.numbers import MISSING, bracket, count, number, percent, signed, size, supported_decimals
+from harness.measure.quantities import QUANTILES
+from harness.numbers import (
+    MISSING,
+    WITHHELD,
+    bracket,
+    count,
+    ends,
+    number,
+    percent,
+    signed,
+    size,
+    supported_decimals,
+)
 from harness.report.table import Table
 from harness.report.words import reason
 
@@ -105,8 +117,8 @@ def arms(comparison: Comparison) -> Table:
         ),
         (
             "  interval",
-            *(interval_text(arm.metrics["kl_mean"]) for arm in comparison.arms),
-            *(interval_text(r.kl) for r in comparison.references),
+            *(ends(arm.metrics["kl_mean"]) for arm in comparison.arms),
+            *(ends(r.kl) for r in comparison.references),
         ),
         (
             "top-1 agreement",
@@ -128,11 +140,8 @@ def _line(label: str, cells: Sequence[str], comparison: Comparison) -> tuple[str
 
 
 def _quantile_lines(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    if any(arm.quantiles for arm in comparison.arms):
-        names = list(comparison.arms[0].quantiles)
-        return [
-            (f"{comparison.kl} {name}", [_quantile(arm.quantiles[name]) for arm in comparison.arms]) for name in names
-        ]
+    if comparison.paired_on.basis == "positions":
+        return [(f"{comparison.kl} {name}", [_quantile(arm, name) for arm in comparison.arms]) for name in QUANTILES]
     published = [key for key in ("kl_p50", "kl_p95", "kl_p99") if all(key in arm.published for arm in comparison.arms)]
     return [
         (f"{comparison.kl} {key[3:]} (published)", [number(arm.published[key], DECIMALS) for arm in comparison.arms])
@@ -140,9 +149,10 @@ def _quantile_lines(comparison: Comparison) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _quantile(figure: Figure) -> str:
-    if figure.note.startswith("n.a."):
-        return "n.a."
+def _quantile(arm: ArmResult, name: str) -> str:
+    figure = arm.quantiles.get(name)
+    if figure is None:
+        return WITHHELD
     text = number(figure.estimate, DECIMALS)
     return f"{text} {interval_text(figure)}" if figure.low is not None else text
 

@@ -15,7 +15,7 @@ from harness.compare import Comparison, load_comparison
 from harness.compare.load import find_runs
 from harness.compare.model import COMPARISON_FILE, Pair, Position, Slice
 from harness.measure.receipt import Measurement, RowSummary, load_measurement
-from harness.numbers import bracket, count, estimate, number, percent, percent_bracket
+from harness.numbers import count, ends, estimate, number, percent, percent_ends
 from harness.panel import load_tokenizer, tokenizer_digest
 from harness.report import comparison_tables as compared
 from harness.report import style, tables
@@ -104,7 +104,7 @@ def run_page(folder: Path, decoder: Decoder | None = None) -> Page:
     """All that report.md says, and the worst positions one by one."""
     m, frame = load_measurement(folder), tables.load_positions(folder)
     units, unit = tables.units_of(frame, m), m.panel.unit
-    basis = of_measurement(m, started=started(folder), top_row=tables.top_row_share(frame))
+    basis = of_measurement(m, started=started(folder))
     lines = [(line.name, line.value, line.interval) for line in headline(m, frame, units)]
     return Page(
         title=f"{m.candidate.model} against {m.teacher.model}",
@@ -172,9 +172,9 @@ def _buckets(title: str, first: str, buckets: Sequence[Bucket], note: str = "") 
             b.label,
             count(b.positions),
             estimate(b.kl.estimate, b.kl),
-            bracket(b.kl),
+            ends(b.kl),
             percent(b.agreed),
-            percent_bracket(b.agreement),
+            percent_ends(b.agreement),
         )
         for b in buckets
     ]

@@ -208,7 +208,7 @@ def _interval_line(
 def _whisker_note(estimates: list[Estimate], measurement: Measurement) -> str:
     unit = measurement.panel.unit
     if not any(estimate.has_interval for estimate in estimates):
-        return f"No whiskers: one {unit} gives no interval."
+        return f"No whiskers: {', '.join(sorted({estimate.note for estimate in estimates}))}."
     return f"Whiskers: 95 % interval over {unit}s."
 
 

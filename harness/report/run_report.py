@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 
 from harness.measure.receipt import Interval, Measurement, load_measurement
-from harness.numbers import bracket, count, estimate, number, percent, percent_bracket, signed
+from harness.numbers import WITHHELD, bracket, count, ends, estimate, number, percent, percent_ends, signed
 from harness.report import caveats, tables
 from harness.report.basis import of_measurement
 from harness.report.bound import agreement_text, bound_lines
 from harness.report.plots import Picture, write_pictures
 from harness.report.render import render
-from harness.stats import Estimate
+from harness.stats import Estimate, exponentiated
 from harness.store import refuse_paths, write_text
 
 WORST_ROWS, WORST_POSITIONS = 5, 10
@@ -60,7 +60,7 @@ def report_text(
 def context(measurement: Measurement, frame: pd.DataFrame, started: str | None = None) -> dict[str, Any]:
     """All that the templates show of one measurement."""
     units, unit = tables.units_of(frame, measurement), measurement.panel.unit
-    basis = of_measurement(measurement, started=started, top_row=tables.top_row_share(frame))
+    basis = of_measurement(measurement, started=started)
     return {
         "m": measurement,
         "headline": headline(measurement, frame, units),
@@ -86,7 +86,7 @@ def context(measurement: Measurement, frame: pd.DataFrame, started: str | None =
 def headline(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> list[Line]:
     """The headline table; every number that is a mean over positions carries its interval."""
     unit, s = m.panel.unit, m.summary
-    delta = tables.mean_estimate((frame["nll_candidate"] - frame["nll_teacher"]).to_numpy(), units, unit)
+    delta = tables.quantity("nll_difference", frame, units, unit)
     kl = m.intervals.get("kl_mean")
     return [
         Line(name="rows, positions", value=f"{rows_text(m)}, {count(m.positions)}"),
@@ -124,16 +124,16 @@ def _agreement(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> Line:
     if m.summary["top1_agreement"] is None:
         unknown = m.counts.get("agreement_unknown")
         return Line(name="top-1 agreement", value=agreement_text(m), interval=f"none: unknown at {count(unknown)}")
-    return _share("top-1 agreement", tables.share_estimate(frame["agree"].to_numpy(), units, m.panel.unit))
+    return _share("top-1 agreement", tables.quantity("top1_agreement", frame, units, m.panel.unit))
 
 
 def _where_measured(m: Measurement, frame: pd.DataFrame, units: np.ndarray) -> list[Line]:
     """The means that only a full vocabulary gives; withheld ones are left out."""
-    named = (("kl_reverse", "KL(candidate‖teacher) mean"), ("tv", "total variation, mean"))
+    named = (("kl_reverse_mean", "KL(candidate‖teacher) mean"), ("tv_mean", "total variation, mean"))
     return [
-        _mean(text, tables.mean_estimate(frame[name].to_numpy(), units, m.panel.unit))
+        _mean(text, tables.quantity(name, frame, units, m.panel.unit))
         for name, text in named
-        if m.summary.get(f"{name}_mean") is not None
+        if m.summary.get(name) is not None
     ]
 
 
@@ -149,50 +149,31 @@ def rows_text(m: Measurement) -> str:
 
 def interval_text(interval: Interval | None, m: Measurement) -> str:
     """Both ends and how they were made, or why there are none."""
+    if interval is not None and interval.low is None:
+        return ends(interval)
     if interval is not None:
         level = f"{interval.confidence:.0%}".replace("%", " %")
         return f"{bracket(interval)} ({level}, {interval.method}, {interval.n} {interval.unit}s)"
-    if m.rows_measured < 2:
-        return f"none: one {m.panel.unit} only"
     return "none: not every position is finite" if not np.isfinite(float(m.summary["kl_mean"])) else "none"
-
-
-def _ends(e: Estimate) -> str:
-    return bracket(e) if e.has_interval else _why_none(e)
-
-
-def _why_none(e: Estimate) -> str:
-    """Why an estimate has no interval, in few words."""
-    if e.n < 2:
-        return f"none: one {e.unit} only"
-    return f"none: {e.note.removeprefix('n.a.: ')}"
 
 
 def _mean(name: str, e: Estimate, sign: bool = False) -> Line:
     value = estimate(e.estimate, e)
-    return Line(name=name, value=f"+{value}" if sign and e.estimate > 0 else value, interval=_ends(e))
+    return Line(name=name, value=f"+{value}" if sign and e.estimate > 0 else value, interval=ends(e))
 
 
 def _share(name: str, e: Estimate) -> Line:
-    ends = percent_bracket(e) if e.has_interval else _why_none(e)
-    return Line(name=name, value=percent(e.estimate), interval=ends)
+    return Line(name=name, value=percent(e.estimate), interval=percent_ends(e))
 
 
 def _ratio(name: str, delta: Estimate) -> Line:
-    if delta.low is None or delta.high is None:
-        return Line(name=name, value=number(float(np.exp(delta.estimate))), interval=_why_none(delta))
-    low, high = float(np.exp(delta.low)), float(np.exp(delta.high))
-    ends = Interval(low=low, high=high, method="exp", confidence=delta.confidence, unit=delta.unit, n=delta.n)
-    return Line(name=name, value=estimate(float(np.exp(delta.estimate)), ends), interval=bracket(ends))
+    ratio = exponentiated(delta, "exp of the t interval of the NLL difference")
+    return Line(name=name, value=estimate(ratio.estimate, ratio), interval=ends(ratio))
 
 
 def _quantile_lines(m: Measurement, quantiles: dict[str, Estimate]) -> list[Line]:
-    lines = []
-    for name, e in quantiles.items():
-        withheld = name == "p99.9" and not e.has_interval
-        shown = "withheld" if withheld else estimate(e.estimate, e)
-        lines.append(Line(name=kl_name(m, name), value=shown, interval=_ends(e)))
-    return lines
+    shown = {name: WITHHELD if e.withheld else estimate(e.estimate, e) for name, e in quantiles.items()}
+    return [Line(name=kl_name(m, name), value=shown[name], interval=ends(e)) for name, e in quantiles.items()]
 
 
 def _finite_lines(m: Measurement) -> list[Line]:

@@ -14,16 +14,15 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from harness.errors import Refused
+from harness.measure import quantities
+from harness.measure.quantities import QUANTILES, QUANTITIES, TAILS, interval_of
 from harness.measure.receipt import Measurement
 from harness.measure.summary import CONFIDENCE_EDGES
-from harness.stats import Estimate, group_totals, rate_interval, t_interval, without_interval, woodruff
+from harness.stats import Estimate, group_totals, t_interval, without_interval, woodruff
 from harness.types import SCORE_DTYPES
 
-#: Tail thresholds in nats, fixed in advance (never chosen after looking).
-TAIL_NATS = (0.1, 1.0)
 #: A rise of the mean KL from the first to the last tenth of a row that is called out.
 RISE_RATIO = 1.5
-QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +70,23 @@ def load_positions(folder: Path) -> pd.DataFrame:
 
 
 def units_of(frame: pd.DataFrame, measurement: Measurement) -> np.ndarray:
-    """The resampling unit of each position: the name of its document, or its row number."""
-    rows = frame["row"].to_numpy()
-    if measurement.panel.unit == "row":
-        return rows
-    document = {row.row: row.document for row in measurement.per_row}
-    labels, index = np.unique(rows, return_inverse=True)
-    return np.array([document[int(label)] for label in labels], dtype=str)[index]
+    """The resampling unit of each position ``[N]``, numbered as the receipt's intervals number them."""
+    document_of = {row.row: row.document for row in measurement.per_row}
+    return quantities.units_of(measurement.panel.unit, frame["row"].to_numpy(), document_of)
 
 
-def mean_estimate(values: np.ndarray, units: np.ndarray, unit: str) -> Estimate:
-    """Position-weighted mean with its t interval over units; no interval where the mean is not finite."""
+def mean_of(name: str, values: np.ndarray, units: np.ndarray, unit: str) -> Estimate:
+    """Mean of the named quantity with its interval over units; no interval where the mean is not finite."""
     values = np.asarray(values, dtype=np.float64)
     if not np.isfinite(values).all():
         bad = int((~np.isfinite(values)).sum())
         return _not_finite(float(values.mean()), units, unit, f"{bad} values are not finite")
-    return t_interval(group_totals(values, units), unit=unit)
+    return interval_of(name, group_totals(values, units), unit=unit)
 
 
-def share_estimate(hits: np.ndarray, units: np.ndarray, unit: str) -> Estimate:
-    """A share of positions with the interval for rates."""
-    return rate_interval(group_totals(np.asarray(hits, dtype=np.float64), units), unit=unit)
+def quantity(name: str, frame: pd.DataFrame, units: np.ndarray, unit: str) -> Estimate:
+    """Mean and interval of one of `QUANTITIES` over these positions."""
+    return mean_of(name, QUANTITIES[name].values_N(frame), units, unit)
 
 
 def _not_finite(value: float, units: np.ndarray, unit: str, note: str) -> Estimate:
@@ -105,7 +100,7 @@ def _bucket(label: str, part: pd.DataFrame, units: np.ndarray, unit: str, start:
         start=start,
         stop=stop,
         positions=len(part),
-        kl=mean_estimate(part["kl"].to_numpy(), units, unit),
+        kl=quantity("kl_mean", part, units, unit),
         agreement=_agreement(part, units, unit),
     )
 
@@ -115,7 +110,7 @@ def _agreement(part: pd.DataFrame, units: np.ndarray, unit: str) -> Estimate:
     unknown = int(((part["top1_candidate"] < 0) & np.isfinite(part["kl"])).sum())
     if unknown:
         return _not_finite(float("nan"), units, unit, f"the candidate's choice is not known at {unknown} positions")
-    return share_estimate(part["agree"].to_numpy(), units, unit)
+    return mean_of("top1_agreement", part["agree"].to_numpy(), units, unit)
 
 
 def by_position(frame: pd.DataFrame, units: np.ndarray, unit: str, bins: int = 10) -> list[Bucket]:
@@ -154,13 +149,13 @@ def by_domain(frame: pd.DataFrame, units: np.ndarray, measurement: Measurement) 
 
 
 def tail_rates(frame: pd.DataFrame, units: np.ndarray, unit: str) -> list[tuple[float, Estimate]]:
-    """Share of positions whose KL is above each threshold of `TAIL_NATS` (NaN counts as above)."""
+    """Share of positions whose KL is above each threshold of `TAILS` (NaN counts as above)."""
     kl = frame["kl"].to_numpy()
-    return [(nats, share_estimate(~(kl <= nats), units, unit)) for nats in TAIL_NATS]
+    return [(nats, mean_of(f"tail_rate_{nats:g}", ~(kl <= nats), units, unit)) for nats in TAILS]
 
 
 def quantiles(frame: pd.DataFrame, units: np.ndarray, unit: str) -> dict[str, Estimate]:
-    """Order statistics of the finite KL with clustered Woodruff intervals; a thin tail is withheld by its note."""
+    """Order statistics of the finite KL with clustered Woodruff intervals; extreme ones may be withheld."""
     kl = frame["kl"].to_numpy()
     finite = np.isfinite(kl)
     if not finite.any():
@@ -209,13 +204,3 @@ def top_positions_share(frame: pd.DataFrame) -> float | None:
     if not np.isfinite(total) or total <= 0:
         return None
     return float(kl[: -(-len(kl) // 100)].sum() / total)
-
-
-def top_row_share(frame: pd.DataFrame) -> tuple[int, float] | None:
-    """The row that carries most of the summed KL and its share; None where the sum is zero or not finite."""
-    rows, index = np.unique(frame["row"].to_numpy(), return_inverse=True)
-    sums = np.bincount(index, weights=frame["kl"].to_numpy())
-    total = float(sums.sum())
-    if not np.isfinite(total) or total <= 0 or len(rows) < 2:
-        return None
-    return int(rows[sums.argmax()]), float(sums.max() / total)

@@ -21,8 +21,9 @@ import numpy as np
 
 from harness.capture import Capture, CapturedRow
 from harness.errors import EngineError
+from harness.measure.quantities import interval_of
 from harness.measure.receipt import Interval
-from harness.measure.result import Extras
+from harness.measure.result import Extras, panel_units
 from harness.scoring import bounds
 from harness.served.known_ids import (
     AskedIds,
@@ -36,8 +37,7 @@ from harness.served.known_ids import (
     top5_overlap,
 )
 from harness.served.seam import ServedRow
-from harness.stats.bootstrap import mean_kl_interval
-from harness.stats.influence import group_totals
+from harness.stats import group_totals
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
 
 #: More probability than this on known ids is no rounding: the server's numbers are not of one distribution.
@@ -281,11 +281,11 @@ def served_counts(columns: Mapping[str, np.ndarray]) -> dict[str, int]:
 
 def served_intervals(columns: Mapping[str, np.ndarray], row_N: np.ndarray, panel: Panel) -> dict[str, Interval]:
     """Intervals of the other means over the panel's unit; none where a position has no number."""
-    labels = np.array([row.document if panel.unit == "document" else str(row.index) for row in panel.rows])
-    out = {}
-    for name in _MEANS:
-        if np.isfinite(columns[name]).all():
-            bounds_of_mean = mean_kl_interval(group_totals(columns[name], labels[row_N]), unit=panel.unit).bounds()
-            if bounds_of_mean is not None:
-                out[f"{name}_mean"] = Interval(**bounds_of_mean)
-    return out
+    unit_N = panel_units(panel, row_N)
+    return {
+        f"{name}_mean": Interval(
+            **interval_of(f"{name}_mean", group_totals(columns[name], unit_N), unit=panel.unit).bounds()
+        )
+        for name in _MEANS
+        if np.isfinite(columns[name]).all()
+    }

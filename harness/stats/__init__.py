@@ -1,24 +1,23 @@
 """Intervals, tests and power: arrays in, numbers out. No files, no engines.
 
-Defaults by quantity: paired differences and rates -> `t_interval`, `rate_interval`; one arm's mean KL ->
-`mean_kl_interval`; relative size -> `row_log_ratio`, `pooled_ratio`; quantiles -> `woodruff`; items of a task ->
-`compare_items`; verdicts -> `decide`.
+Defaults by quantity: one arm's mean -> `mean_interval`; its quantiles -> `woodruff`; paired differences ->
+`t_interval`; relative size -> `row_log_ratio`, `pooled_ratio`; items of a task -> `compare_items`; verdicts ->
+`decide`.
 """
 
 from harness.stats.bootstrap import (
-    METHODS,
     RESAMPLES,
     SEED,
     Method,
     ResampleMatrix,
     block_bootstrap,
     bootstrap_interval,
-    mean_kl_interval,
     resample_matrix,
 )
-from harness.stats.estimate import Estimate, without_interval
 from harness.stats.influence import (
+    MIN_GROUPS,
     Concentration,
+    Estimate,
     Totals,
     concentration,
     exponentiated,
@@ -26,13 +25,14 @@ from harness.stats.influence import (
     log_t_interval,
     pooled_ratio,
     row_log_ratio,
-    row_mean_interval,
     t_interval,
-    totals_of_means,
+    too_few,
+    without_interval,
 )
 from harness.stats.items import ItemComparison, compare_items, paired_difference
+from harness.stats.means import Kind, mean_interval
 from harness.stats.proportions import SignCount, clopper_pearson, newcombe, sign_count, two_sided_binomial, wilson
-from harness.stats.quantiles import order_quantile, quantile_is_supported, rate_interval, tail_rate, woodruff
+from harness.stats.quantiles import order_quantile, why_withheld, woodruff
 from harness.stats.tests import (
     Decision,
     Verdict,
@@ -47,13 +47,14 @@ from harness.stats.tests import (
 )
 
 __all__ = [
-    "METHODS",
+    "MIN_GROUPS",
     "RESAMPLES",
     "SEED",
     "Concentration",
     "Decision",
     "Estimate",
     "ItemComparison",
+    "Kind",
     "Method",
     "ResampleMatrix",
     "SignCount",
@@ -73,23 +74,20 @@ __all__ = [
     "holm",
     "log_t_interval",
     "max_t_bands",
-    "mean_kl_interval",
+    "mean_interval",
     "newcombe",
     "order_quantile",
     "p_of_difference",
     "p_of_equivalence",
     "paired_difference",
     "pooled_ratio",
-    "quantile_is_supported",
-    "rate_interval",
     "resample_matrix",
     "row_log_ratio",
-    "row_mean_interval",
     "sign_count",
     "t_interval",
-    "tail_rate",
-    "totals_of_means",
+    "too_few",
     "two_sided_binomial",
+    "why_withheld",
     "wilson",
     "without_interval",
     "woodruff",

@@ -1,8 +1,13 @@
-"""Resampling of rows or documents from one shared matrix of weights.
+"""Resampling: of rows or documents from one shared matrix of weights, and of blocks of positions within one row.
 
 ``weights_BG[b, g]`` says how often resample ``b`` drew group ``g``. It is drawn once for a number of groups and a
 seed and reused for every metric, arm, domain and pair, which makes all intervals of a report jointly consistent
-and turns 10,000 resamples of a metric into one matrix product. Suffix B: resamples. Suffix G: groups.
+and turns 10,000 resamples of a metric into one matrix product.
+
+Neighbouring positions of one row are not independent, so `block_bootstrap` draws blocks of them. Its interval speaks of
+this context's text only ("would another sample of like positions agree?"), never of other contexts.
+
+Suffix B: resamples. Suffix G: groups. Suffix T: positions of one row.
 """
 
 from __future__ import annotations
@@ -15,16 +20,17 @@ from typing import Literal
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from harness.stats.estimate import Estimate, without_interval
-from harness.stats.influence import ONE_GROUP, Totals, log_t_interval, t_interval, t_quantile
+from harness.stats.influence import ONE_GROUP, Estimate, Totals, t_quantile, without_interval
 
 Method = Literal["percentile", "expanded percentile", "basic", "bca", "bootstrap-t"]
-METHODS: tuple[Method, ...] = ("percentile", "expanded percentile", "basic", "bca", "bootstrap-t")
 RESAMPLES = 10_000
 SEED = 20_260
-
-#: Below this many groups a bootstrap interval is not used by default (few distinct resamples; see STATS).
+#: Below this many groups a bootstrap interval is not used by default: it has too few distinct resamples.
 FEW_GROUPS = 16
+
+ROW_RESAMPLES = 2_000
+#: A row needs this many blocks for an interval.
+MIN_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +104,6 @@ def bootstrap_interval(
     )
 
 
-def mean_kl_interval(
-    totals: Totals, *, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = SEED, unit: str = "row"
-) -> Estimate:
-    """One arm's mean KL: bootstrap-t over groups, or the t interval of ln(mean) where there are few groups."""
-    if len(totals) < FEW_GROUPS and totals.mean <= 0:
-        return t_interval(totals, confidence=confidence, unit=unit)
-    if len(totals) < FEW_GROUPS:
-        return log_t_interval(totals, confidence=confidence, unit=unit)
-    return bootstrap_interval(
-        totals, method="bootstrap-t", confidence=confidence, resamples=resamples, seed=seed, unit=unit
-    )
-
-
 def _ends(totals: Totals, matrix: ResampleMatrix, method: Method, confidence: float) -> np.ndarray:
     """Both ends of one bootstrap interval; nan or inf where it does not exist."""
     tail = (1 - confidence) / 2
@@ -159,16 +152,6 @@ def _bca_levels(totals: Totals, means_B: np.ndarray, tail: float) -> np.ndarray:
     acceleration = (u_G**3).sum() / (6 * (u_G**2).sum() ** 1.5)
     z = z0 + ndtri(np.array([tail, 1 - tail]))
     return np.asarray(ndtr(z0 + z / (1 - acceleration * z)))
-
-
-# One row's own interval: a moving-block bootstrap over its positions.
-#
-# Neighbouring positions are not independent, so blocks of them are drawn. Such an interval speaks of this context's
-# text only ("would another sample of like positions agree?"), never of other contexts.
-
-ROW_RESAMPLES = 2_000
-#: A row needs this many blocks for an interval.
-MIN_BLOCKS = 8
 
 
 def block_length(positions: int) -> int:

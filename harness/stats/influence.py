@@ -1,4 +1,4 @@
-"""Token-weighted means of positions that share a row or a document: influence values and Student t intervals.
+"""Token-weighted means of positions that share a row or a document: influence values and what follows from them.
 
 Positions of one row share text, domain and cache state, so the row (or the document, where rows are cut from
 fewer documents) is the unit. With ``S_g`` the sum and ``L_g`` the number of scored positions of group ``g``::
@@ -6,21 +6,71 @@ fewer documents) is the unit. With ``S_g`` the sum and ``L_g`` the number of sco
     theta = sum S_g / sum L_g        u_g = (S_g - theta * L_g) / mean(L)        SE = sd(u) / sqrt(G)
 
 which is the cluster-robust standard error with the G/(G-1) correction; equal lengths give the plain t interval of
-the row means. Suffix G: groups. Suffix N: positions.
+the row means.
+
+Two arms are compared in size by two ratios that answer different questions and can point in different directions: the
+*pooled* ratio compares the two means, the *per-row log ratio* is the geometric mean over contexts, the ratio on a
+typical context. `concentration` says how much one context decides. Suffix G: groups. Suffix N: positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
 
 from harness.errors import ScoreError
-from harness.stats.estimate import Estimate, without_interval
 
 ONE_GROUP = "one {unit} gives no interval: nothing can be said about other {unit}s"
+#: One arm's mean or quantile has an interval from this many groups on; below, two or three numbers tell no spread.
+MIN_GROUPS = 4
+#: A mean that falls by more than this when its top context is left out is "driven by one context".
+DRIVEN = 0.20
+
+
+def too_few(groups: int, unit: str) -> str:
+    """Why so few groups carry no interval of one arm (``fewer than 4 documents``), or nothing."""
+    return f"fewer than {MIN_GROUPS} {unit}s" if groups < MIN_GROUPS else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number with its interval.
+
+    ``low`` and ``high`` are None where no honest interval exists; ``note`` then says why, and otherwise holds
+    a warning or nothing. ``unit`` is what was resampled (row, document, item) and ``n`` how many of them there are.
+    ``withheld`` says that the number itself is not shown: it is nan.
+    """
+
+    estimate: float
+    low: float | None
+    high: float | None
+    method: str
+    confidence: float
+    unit: str
+    n: int
+    standard_error: float | None = None
+    note: str = ""
+    withheld: bool = False
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether both ends exist."""
+        return self.low is not None and self.high is not None
+
+    def bounds(self) -> dict[str, Any]:
+        """The fields of `harness.measure.receipt.Interval`."""
+        return {name: getattr(self, name) for name in ("low", "high", "method", "confidence", "unit", "n", "note")}
+
+
+def without_interval(estimate: float, *, method: str, confidence: float, unit: str, n: int, note: str) -> Estimate:
+    """An estimate that has no interval, with the reason."""
+    return Estimate(
+        estimate=estimate, low=None, high=None, method=method, confidence=confidence, unit=unit, n=n, note=note
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +139,6 @@ def group_totals(values_N: np.ndarray, group_N: np.ndarray | Sequence[object]) -
     return Totals(sums_G, np.bincount(index_N, minlength=len(labels)).astype(np.float64))
 
 
-def totals_of_means(means_R: np.ndarray, counts_R: np.ndarray, group_R: np.ndarray | Sequence[object]) -> Totals:
-    """Totals from per-row means and position counts, for receipts that hold no positions."""
-    counts_R = np.asarray(counts_R, dtype=np.float64)
-    sums = group_totals(np.asarray(means_R, dtype=np.float64) * counts_R, group_R).sums_G
-    return Totals(sums, group_totals(counts_R, group_R).sums_G)
-
-
 def t_quantile(groups: int, confidence: float) -> float:
     """Two-sided Student t factor with ``groups - 1`` degrees of freedom."""
     return float(stdtrit(groups - 1, 0.5 + confidence / 2))
@@ -140,22 +183,6 @@ def log_t_interval(totals: Totals, *, confidence: float = 0.95, unit: str = "row
         n=len(totals),
         standard_error=totals.standard_error,
     )
-
-
-def row_mean_interval(
-    values_N: np.ndarray, row_of_N: np.ndarray | Sequence[object], *, confidence: float = 0.95, unit: str = "row"
-) -> Estimate:
-    """Token-weighted mean of per-position values with the t interval over rows (or documents)."""
-    return t_interval(group_totals(values_N, row_of_N), confidence=confidence, unit=unit)
-
-
-# Relative size of two arms, and how much one context decides.
-#
-# Two different questions: the *pooled* ratio compares the two means; the *per-row log ratio* is the geometric mean over
-# contexts, the ratio on a typical context. They can point in different directions, so both carry their names.
-
-#: A mean of which the top row carries more than this share is "driven by one context".
-TOP_SHARE_LIMIT = 0.20
 
 
 def exponentiated(logarithm: Estimate, method: str) -> Estimate:
@@ -207,29 +234,37 @@ def pooled_ratio(a: Totals, b: Totals, *, confidence: float = 0.95, unit: str = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concentration:
-    """How much one group decides. ``top`` is its index in group order, ``top_share`` its part of the sum."""
+    """How much one group decides: ``top`` is its index in group order, ``top_share`` its part of the sum.
+
+    ``even_share`` is its part of the positions: what it would carry if all groups were alike.
+    """
 
     top: int
     top_share: float
+    even_share: float
     leave_one_out_low: float
     leave_one_out_high: float
 
     @property
     def driven_by_one(self) -> bool:
-        """Whether the top group carries more than a fifth, beyond its even share."""
-        return self.top_share > TOP_SHARE_LIMIT
+        """Whether the mean falls by more than a fifth without the top group; one group alone is no such case.
+
+        With many groups that is a share of a fifth, with four alike (a quarter each) a share of 40 %.
+        """
+        return self.top_share - self.even_share > DRIVEN * (1 - self.even_share)
 
 
 def concentration(totals: Totals) -> Concentration:
     """Top group's share of the absolute sum, and the range of the mean when any one group is left out."""
     size_G = np.abs(totals.sums_G)
     top, whole = int(size_G.argmax()), float(size_G.sum())
-    if len(totals) == 1:
-        return Concentration(top=0, top_share=1.0, leave_one_out_low=float("nan"), leave_one_out_high=float("nan"))
-    left_out_G = (totals.sums_G.sum() - totals.sums_G) / (totals.counts_G.sum() - totals.counts_G)
+    left_out_G = np.full(1, np.nan)
+    if len(totals) > 1:
+        left_out_G = (totals.sums_G.sum() - totals.sums_G) / (totals.counts_G.sum() - totals.counts_G)
     return Concentration(
         top=top,
         top_share=float(size_G[top] / whole) if whole > 0 else 0.0,
+        even_share=float(totals.counts_G[top] / totals.counts_G.sum()),
         leave_one_out_low=float(left_out_G.min()),
         leave_one_out_high=float(left_out_G.max()),
     )

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.stats.bootstrap import RESAMPLES, SEED
-from harness.stats.estimate import Estimate
-from harness.stats.influence import group_totals, t_interval, t_quantile
+from harness.stats.influence import Estimate, group_totals, t_interval, t_quantile
 from harness.stats.proportions import two_sided_binomial
 
 
@@ -26,11 +25,6 @@ class ItemComparison:
     bootstrap: Estimate
     by_cluster: Estimate | None
     p: float
-
-    @property
-    def flip_rate(self) -> float:
-        """Share of items whose outcome changed, either way."""
-        return (self.a_only + self.b_only) / self.n
 
 
 def compare_items(

@@ -21,11 +21,17 @@ def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tu
     return low, high
 
 
-def wilson(successes: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:
-    """Score interval of a proportion; counts may be effective (fractional) ones."""
+def wilson(
+    successes: float, trials: float, confidence: float = 0.95, *, factor: float | None = None
+) -> tuple[float, float]:
+    """Score interval of a proportion; counts may be effective (fractional) ones.
+
+    Args:
+        factor: in place of the normal quantile, where the variance was estimated from few groups.
+    """
     if trials <= 0 or not 0 <= successes <= trials:
         raise ValueError("0 <= successes <= trials and trials > 0 are needed")
-    z = float(ndtri(0.5 + confidence / 2))
+    z = float(ndtri(0.5 + confidence / 2)) if factor is None else factor
     share, shrink = successes / trials, 1 + z * z / trials
     centre = (share + z * z / (2 * trials)) / shrink
     half = z * np.sqrt(share * (1 - share) / trials + z * z / (4 * trials**2)) / shrink

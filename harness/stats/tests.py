@@ -1,4 +1,5 @@
-"""Verdicts: equivalence by two one-sided tests, Holm's correction, and simultaneous bands for several candidates.
+"""Verdicts and power: equivalence by two one-sided tests, Holm's correction, simultaneous bands for several
+candidates, what a panel can resolve, and how many contexts a difference needs.
 
 "Not significant" is never "equal": a difference is better, worse, equivalent, or undecided.
 """
@@ -14,8 +15,7 @@ import numpy as np
 from scipy.special import ndtri, stdtr
 
 from harness.stats.bootstrap import RESAMPLES, SEED, resample_matrix
-from harness.stats.estimate import Estimate
-from harness.stats.influence import Totals, t_interval, t_quantile
+from harness.stats.influence import Estimate, Totals, t_interval, t_quantile
 
 Verdict = Literal["better", "worse", "equivalent", "undecided", "no verdict"]
 
@@ -156,9 +156,6 @@ def _band(single: Estimate, factor: float, candidates: int) -> Estimate:
         n=single.n,
         standard_error=single.standard_error,
     )
-
-
-# What a panel can resolve, and how many contexts a difference needs.
 
 
 def z_sum(power: float = 0.8, confidence: float = 0.95) -> float:

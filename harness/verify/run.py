@@ -17,8 +17,9 @@ import pandas as pd
 from harness.digest import file_digest
 from harness.errors import PanelError
 from harness.measure import summary
+from harness.measure.quantities import interval_of
 from harness.measure.receipt import Measurement, load_measurement
-from harness.measure.result import Extras, intervals, text_extras
+from harness.measure.result import Extras, intervals, panel_units, text_extras
 from harness.measure.text_size import BYTES, WORDS, TextSize
 from harness.panel import load_panel
 from harness.registration import Registration
@@ -26,7 +27,7 @@ from harness.report.plots import pictures_of
 from harness.report.run_report import report_text, started
 from harness.report.tables import load_positions
 from harness.served.score import EXTRA_DTYPES, receipt_extras
-from harness.stats import Totals, mean_kl_interval, t_interval
+from harness.stats import Totals
 from harness.store import plain
 from harness.types import SCORE_DTYPES, Panel, Row, Scores
 
@@ -187,7 +188,8 @@ def _verify_numbers(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> No
     panel = _panel_of(m)
     more = receipt_extras(frame, panel) if set(EXTRA_DTYPES) <= set(frame.columns) else Extras()
     more = text_extras(scores, _text_size(m), more)
-    again = summary.summarise(scores, row_N, frame["position"].to_numpy()) | dict(more.summary)
+    position_N, unit_N = frame["position"].to_numpy(), panel_units(panel, row_N)
+    again = summary.summarise(scores, row_N, position_N, unit_N) | dict(more.summary)
     outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again}, again)
     outcome.compare("counts", m.counts, summary.counts(scores) | dict(more.counts))
     rows = [summary.row_summary(panel, r.row, _only(scores, row_N == r.row)) for r in m.per_row]
@@ -292,10 +294,7 @@ def _verify_row_means(outcome: Outcome, m: Measurement) -> None:
     outcome.compare("summary", {name: m.summary.get(name) for name in means}, means, relative=ROUNDED)
     outcome.compare("positions", m.positions, int(counts.sum()))
     difference = sums["nll_candidate"] - sums["nll_teacher"]
-    found = {
-        "kl_mean": mean_kl_interval(Totals(sums["kl_mean"], counts)),
-        "top1_agreement": t_interval(Totals(sums["top1_agreement"], counts)),
-        "nll_difference": t_interval(Totals(difference, counts)),
-    }
+    totals = {"kl_mean": sums["kl_mean"], "top1_agreement": sums["top1_agreement"], "nll_difference": difference}
+    found = {name: interval_of(name, Totals(total, counts), unit="row") for name, total in totals.items()}
     stated = {name: interval.model_dump() for name, interval in m.intervals.items()}
     outcome.compare("intervals", stated, {name: e.bounds() for name, e in found.items()})

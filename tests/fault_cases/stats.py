@@ -19,18 +19,18 @@ from harness.report.comparison_report import markdown
 from harness.report.run_report import max_line, report_text
 from harness.report.words import reason, sentence, warnings
 from harness.stats import (
+    Totals,
     bootstrap_interval,
     compare_items,
     concentration,
     decide,
     group_totals,
-    mean_kl_interval,
+    mean_interval,
     newcombe,
     pooled_ratio,
-    quantile_is_supported,
     row_log_ratio,
     t_interval,
-    totals_of_means,
+    why_withheld,
     woodruff,
 )
 from tests.compare.fake_arms import World
@@ -42,7 +42,7 @@ from tests.report.fake_run import make_frame, write_run
 
 def rows(means: np.ndarray) -> Any:
     """Totals of rows of equal length."""
-    return totals_of_means(means, np.ones(len(means)), np.arange(len(means)))
+    return Totals(means, np.ones(len(means)))
 
 
 def items(both: int, a_only: int, b_only: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +116,7 @@ def small_n_bootstrap(folder: Path) -> None:
     sigma = 0.45
     means = np.exp(sigma * np.random.default_rng(1).standard_normal((2000, 5)))
     truth = np.exp(sigma**2 / 2)
-    found = [mean_kl_interval(rows(some)) for some in means]
+    found = [mean_interval(rows(some), "divergence") for some in means]
     assert {e.method for e in found} == {"t on ln(mean)"}
     covered = np.mean([e.low <= truth <= e.high for e in found])  # type: ignore[operator]
     assert covered >= 0.90 and min(e.low for e in found) > 0  # type: ignore[type-var,operator]
@@ -131,7 +131,7 @@ def unstable_interval(folder: Path) -> None:
     assert 0.35 < np.mean(five.std(axis=1, ddof=1) / five.mean(axis=1)) < 0.5
     for some in five:
         totals = rows(0.05 * some)
-        default = mean_kl_interval(totals)
+        default = mean_interval(totals, "divergence")
         assert default.high is not None and default.high < 5 * totals.mean
         studentised = bootstrap_interval(totals, method="bootstrap-t", resamples=500)
         assert studentised.high is None or "not to be trusted" in studentised.note
@@ -203,7 +203,7 @@ def heavy_tail(folder: Path) -> None:
     columns = world.columns(0.3, 2)
     heavy = columns | {"kl": 0.01 * random.pareto(1.1, len(columns["kl"]))}
     totals = group_totals(heavy["kl"], world.row_N)
-    found = mean_kl_interval(totals)
+    found = mean_interval(totals, "divergence")
     assert found.method.startswith("bootstrap-t") and found.low is not None and found.high is not None
     assert found.high - found.estimate > 2 * (found.estimate - found.low)
     assert concentration(totals).driven_by_one
@@ -222,9 +222,11 @@ def unsupported_quantile(folder: Path) -> None:
     assert len(frame) == 2047
     found = write_run(folder, frame)
     assert found.summary["kl_p999"] is None and found.summary["kl_p99"] > 0
-    assert not quantile_is_supported(2047, 0.999) and quantile_is_supported(50_000, 0.999)
+    many = np.random.default_rng(5).random(50_000)
+    assert not why_withheld(many, np.arange(50_000) % 23, 0.999)
+    assert "come from 1 contexts" in why_withheld(many, np.zeros(50_000), 0.999)
     estimate = woodruff(frame["kl"].to_numpy(), frame["row"].to_numpy(), 0.999)
-    assert not estimate.has_interval and estimate.note == "n.a.: 2 positions lie beyond it, 50 are needed"
+    assert not estimate.has_interval and estimate.note == "2 positions lie beyond it, 50 are needed"
     text = report_text(found, tables.load_positions(folder), [])
     assert "p99.9, nats | withheld | none: 2 positions lie beyond it" in text
 

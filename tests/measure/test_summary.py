@@ -22,8 +22,9 @@ def make_scores(kl: list[float], **columns: list[float]) -> Scores:
     return Scores(**arrays)
 
 
-def summarise(scores: Scores) -> dict:
-    return summary.summarise(scores, np.zeros(len(scores), dtype=int), np.arange(len(scores)))
+def summarise(scores: Scores, units: int = 1) -> dict:
+    row_N = np.arange(len(scores)) % units
+    return summary.summarise(scores, np.zeros(len(scores), dtype=int), np.arange(len(scores)), row_N)
 
 
 def test_means_and_perplexity_are_token_level():
@@ -61,7 +62,9 @@ def test_means_of_many_positions_use_float64():
 def test_p999_needs_positions_beyond_it():
     """FAULTS B 25: 2,047 positions support no p99.9."""
     assert summarise(make_scores(list(np.linspace(0, 1, 2047))))["kl_p999"] is None
-    assert summarise(make_scores(list(np.linspace(0, 1, 60000))))["kl_p999"] == pytest.approx(0.999, abs=1e-4)
+    many = make_scores(list(np.linspace(0, 1, 60000)))
+    assert summarise(many, units=10)["kl_p999"] == pytest.approx(0.999, abs=1e-4)
+    assert summarise(many, units=9)["kl_p999"] is None and summarise(many)["kl_p99"] is not None
 
 
 def test_quantiles_are_order_statistics():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 from harness.digest import file_digest, json_digest
 from harness.measure import summary
 from harness.measure.receipt import Measurement, PanelIdentity, RowSummary, SideIdentity, save_measurement
-from harness.measure.result import intervals
+from harness.measure.result import intervals, panel_units
 from harness.store import write_table
 from harness.types import SCORE_DTYPES, Check, Panel, Row, Scores
 
@@ -92,12 +93,17 @@ def side(**changes: object) -> SideIdentity:
     return SideIdentity(**{**fields, **changes})
 
 
-def panel_of(frame: pd.DataFrame, name: str = "toy-panel") -> Panel:
+def one_each(row: int) -> str:
+    """Every row is a document of its own."""
+    return f"doc-{row:02d}"
+
+
+def panel_of(frame: pd.DataFrame, name: str = "toy-panel", document_of: Callable[[int], str] = one_each) -> Panel:
     rows = [
         Row(
             index=int(row),
             ids_T=np.concatenate([[0], part["target"]]).astype(np.int32),
-            document=f"doc-{row:02d}",
+            document=document_of(int(row)),
             domain=DOMAINS[int(row) % len(DOMAINS)],
             sha256="0" * 64,
         )
@@ -113,20 +119,23 @@ def panel_of(frame: pd.DataFrame, name: str = "toy-panel") -> Panel:
     )
 
 
-def row_summaries(frame: pd.DataFrame) -> list[RowSummary]:
-    panel, out = panel_of(frame), []
+def row_summaries(frame: pd.DataFrame, panel: Panel) -> list[RowSummary]:
+    out = []
     for row, part in frame.groupby("row"):
         scores = Scores(**{name: part[name].to_numpy() for name in SCORE_DTYPES})
         out.append(summary.row_summary(panel, int(row), scores))
     return out
 
 
-def write_run(folder: Path, frame: pd.DataFrame, **changes: object) -> Measurement:
+def write_run(
+    folder: Path, frame: pd.DataFrame, document_of: Callable[[int], str] = one_each, **changes: object
+) -> Measurement:
     """A run folder with positions.parquet and measurement.json, as `fidelity measure` leaves one."""
     write_table(folder / "positions.parquet", pa.Table.from_pandas(frame, preserve_index=False))
     rows = frame["row"].nunique()
     scores = Scores(**{name: frame[name].to_numpy() for name in SCORE_DTYPES})
-    found = intervals(scores, frame["row"].to_numpy(), panel_of(frame))
+    row_N, panel = frame["row"].to_numpy(), panel_of(frame, document_of=document_of)
+    found = intervals(scores, row_N, panel)
     fields: dict[str, object] = {
         "key": json_digest([changes.get("name"), file_digest(folder / "positions.parquet")]),
         "name": "toy-quant-3bpw",
@@ -156,9 +165,9 @@ def write_run(folder: Path, frame: pd.DataFrame, **changes: object) -> Measureme
             settings={"codebook": "mcg", "head_bits": 6},
         ),
         "scoring": {"head": "own", "dtype": "float32 products, float64 sums", "seed": 1},
-        "summary": summary.summarise(scores, frame["row"].to_numpy(), frame["position"].to_numpy()),
+        "summary": summary.summarise(scores, row_N, frame["position"].to_numpy(), panel_units(panel, row_N)),
         "intervals": found,
-        "per_row": row_summaries(frame),
+        "per_row": row_summaries(frame, panel),
         "counts": summary.counts(scores),
         "preflight": [
             Check(name="ids echoed", passed=True, figure=f"{rows}/{rows} rows"),

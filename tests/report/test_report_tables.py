@@ -11,6 +11,7 @@ from scipy import stats as scipy_stats
 
 from harness.errors import Refused
 from harness.report import tables
+from harness.report.basis import of_measurement
 from harness.store import write_table
 from tests.report.fake_run import make_frame, write_run
 
@@ -25,8 +26,16 @@ def test_position_deciles_equal_a_slow_computation(frame: pd.DataFrame) -> None:
         assert bucket.kl.estimate == pytest.approx(sum(inside) / len(inside), rel=1e-12)
     inside = frame[frame["position"].between(buckets[3].start, buckets[3].stop - 1)]
     means = inside.groupby("row")["kl"].mean().to_numpy()
-    low, high = scipy_stats.t.interval(0.95, len(means) - 1, means.mean(), scipy_stats.sem(means))
-    assert (buckets[3].kl.low, buckets[3].kl.high) == pytest.approx((low, high), rel=1e-9)
+    drawn_BG = np.random.default_rng(1).choice(means, (20_000, len(means)))
+    t_B = (drawn_BG.mean(axis=1) - means.mean()) / scipy_stats.sem(drawn_BG, axis=1)
+    ends = means.mean() - scipy_stats.sem(means) * np.quantile(t_B, [0.975, 0.025])
+    assert (buckets[3].kl.low, buckets[3].kl.high) == pytest.approx(tuple(ends), rel=0.03)
+    eight = frame[frame["row"] < 8]
+    few = tables.by_position(eight, eight["row"].to_numpy(), "row")[3]
+    means = eight[eight["position"].between(few.start, few.stop - 1)].groupby("row")["kl"].mean().to_numpy()
+    half = scipy_stats.t.ppf(0.975, len(means) - 1) * scipy_stats.sem(means) / means.mean()
+    ends = means.mean() * np.exp([-half, half])
+    assert (few.kl.low, few.kl.high) == pytest.approx(tuple(ends), rel=1e-9)
 
 
 def test_confidence_buckets_hold_every_position_once(frame: pd.DataFrame) -> None:
@@ -91,11 +100,18 @@ def test_documents_are_the_unit_where_the_panel_says_so(frame: pd.DataFrame, tmp
     assert len(np.unique(tables.units_of(frame, measurement.model_copy(update={"panel": by_row})))) == 16
 
 
-def test_top_row_share(frame: pd.DataFrame) -> None:
-    row, share = tables.top_row_share(frame) or (None, 0.0)
-    sums = frame.groupby("row")["kl"].sum()
-    assert row == sums.idxmax() and share == pytest.approx(sums.max() / sums.sum())
-    assert tables.top_row_share(frame.assign(kl=0.0)) is None
+def test_top_row_share(frame: pd.DataFrame, tmp_path: Path) -> None:
+    """A row without which the mean falls by more than a fifth is named with its share, equal rows never are."""
+    measurement = write_run(tmp_path, frame)
+    assert of_measurement(measurement).driven_by == []
+    heavy = frame.copy()
+    heavy.loc[heavy["row"] == 5, "kl"] *= 20
+    sums = heavy.groupby("row")["kl"].sum()
+    (told,) = of_measurement(write_run(tmp_path, heavy)).driven_by
+    assert told == f"row 5 alone carries {100 * sums.max() / sums.sum():.1f} % of the summed KL"
+    assert of_measurement(write_run(tmp_path, frame.assign(kl=0.0))).driven_by == []
+    equal = [row.model_copy(update={"kl_mean": 0.1}) for row in measurement.per_row[:4]]
+    assert of_measurement(measurement.model_copy(update={"per_row": equal})).driven_by == []
 
 
 def test_a_file_without_a_column_is_refused(tmp_path: Path, frame: pd.DataFrame) -> None:

@@ -9,24 +9,25 @@ from scipy import stats as scipy_stats
 
 from harness.errors import ScoreError
 from harness.stats import (
+    Estimate,
+    Kind,
     Totals,
     block_bootstrap,
     clopper_pearson,
     concentration,
     group_totals,
+    mean_interval,
     newcombe,
     order_quantile,
     pooled_ratio,
-    quantile_is_supported,
-    rate_interval,
     row_log_ratio,
     sign_count,
-    tail_rate,
+    t_interval,
     two_sided_binomial,
     wilson,
     woodruff,
 )
-from harness.stats.quantiles import unseen_share
+from harness.stats.means import unseen_share
 
 
 @pytest.mark.parametrize(("x", "n"), [(0, 32), (32, 32), (23, 32), (505, 512), (1, 2)])
@@ -92,12 +93,16 @@ def test_p999_is_withheld_where_its_tail_is_thin() -> None:
     rng = np.random.default_rng(2)
     thin = woodruff(rng.random(2047), np.arange(2047) % 32, 0.999)
     assert thin.low is None and "2 positions lie beyond it" in thin.note
-    assert not quantile_is_supported(2047, 0.999) and quantile_is_supported(65_504, 0.999)
     values_N = rng.random(65_504)
     values_N[:200] += 10
     one_context = woodruff(values_N, np.repeat(np.arange(32), 2047), 0.999)
     assert one_context.low is None and "come from 1 contexts" in one_context.note
     assert woodruff(rng.random(65_504), np.repeat(np.arange(32), 2047), 0.999).has_interval
+
+
+def tail_rate(values_N: np.ndarray, group_N: np.ndarray | list[int], threshold: float) -> Estimate:
+    """Share of positions above a threshold, with its interval over groups."""
+    return mean_interval(group_totals(np.where(np.isnan(values_N), np.nan, values_N > threshold), group_N), "share")
 
 
 def test_tail_rate_and_its_zero_case() -> None:
@@ -117,7 +122,7 @@ def test_tail_rate_and_its_zero_case() -> None:
 def test_rates_near_one_stay_below_one() -> None:
     agree_RL = np.ones((40, 1000))
     agree_RL[::10, 0] = 0
-    got = rate_interval(group_totals(agree_RL.ravel(), np.repeat(np.arange(40), 1000)))
+    got = mean_interval(group_totals(agree_RL.ravel(), np.repeat(np.arange(40), 1000)), "share")
     assert got.high is not None and got.low is not None and got.low < 0.9999 < got.high < 1.0
     assert got.method.startswith("Wilson")
 
@@ -141,8 +146,28 @@ def test_concentration_names_the_context_that_decides() -> None:
     """Fault B23: the share that the top context carries, and the mean without each one."""
     got = concentration(Totals(np.array([1.0, 1.0, 6.0, 2.0]), np.ones(4)))
     assert (got.top, got.top_share, got.driven_by_one) == (2, 0.6, True)
+    assert got.even_share == 0.25
     assert (got.leave_one_out_low, got.leave_one_out_high) == pytest.approx((4 / 3, 3.0))
     assert not concentration(Totals(np.ones(32), np.ones(32))).driven_by_one
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 8, 32])
+def test_equal_contexts_never_drive_a_mean(groups: int) -> None:
+    """C18: four equal rows were each "the one"; the rule is the fall of the mean without the top context."""
+    assert not concentration(Totals(np.ones(groups), np.ones(groups))).driven_by_one
+    if groups < 2:
+        return
+    for heavy in (1.5, 2.0, 4.0, 9.0):
+        sums_G = np.ones(groups)
+        sums_G[-1] = heavy
+        got = concentration(Totals(sums_G, np.ones(groups)))
+        assert got.driven_by_one == (got.leave_one_out_low < 0.8 * sums_G.mean())
+
+
+def test_a_long_context_may_carry_its_part_of_the_positions() -> None:
+    long = Totals(np.array([5.0, 1.0, 1.0]), np.array([5.0, 1.0, 1.0]))
+    assert not concentration(long).driven_by_one
+    assert concentration(Totals(long.sums_G, np.ones(3))).driven_by_one
 
 
 def test_short_rows_have_no_interval_of_their_own() -> None:
@@ -152,9 +177,56 @@ def test_short_rows_have_no_interval_of_their_own() -> None:
     assert (flat.estimate, flat.low, flat.high) == (0.0, 0.0, 0.0)
 
 
-def test_share_of_two_groups_stays_a_share() -> None:
-    """A t interval over two groups reaches beyond 0 and 1; the truth cannot lie there."""
-    hits = np.repeat([0.1, 0.3], 100) > np.tile(np.linspace(0.0, 0.99, 100), 2)
-    got = rate_interval(group_totals(hits.astype(float), np.repeat([0, 1], 100)))
-    assert (got.low, got.high) == (0.0, 1.0) and "cut at 0 and 1" in got.method
-    assert got.estimate == hits.mean()
+@pytest.mark.parametrize("groups", [4, 5, 8, 15])
+def test_a_share_of_few_groups_stays_a_share(groups: int) -> None:
+    """C53: t of these reaches beyond 1. Wilson by its definition: |p - end| = t sqrt(end (1 - end) / n)."""
+    rates_G = np.where(np.arange(groups) == 0, 0.35, 1.0)
+    got = mean_interval(Totals(200 * rates_G, np.full(groups, 200.0)), "share", unit="document")
+    p, error = rates_G.mean(), rates_G.std(ddof=1) / groups**0.5
+    assert p + scipy_stats.t.ppf(0.975, groups - 1) * error > 1
+    assert got.low is not None and got.high is not None and 0 < got.low < p < got.high < 1
+    n = p * (1 - p) / error**2
+    for end in (got.low, got.high):
+        assert abs(p - end) == pytest.approx(scipy_stats.t.ppf(0.975, groups - 1) * (end * (1 - end) / n) ** 0.5)
+
+
+@pytest.mark.parametrize("kind", ["divergence", "share", "real"])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_fewer_than_four_groups_carry_no_interval(kind: Kind, groups: int) -> None:
+    """C18: two documents gave a mean KL [-0.09, 0.22]."""
+    got = mean_interval(Totals(np.linspace(0.02, 0.11, groups), np.ones(groups)), kind, unit="document")
+    assert (got.low, got.high, got.note, got.n) == (None, None, "fewer than 4 documents", groups)
+    assert mean_interval(Totals(np.linspace(0.02, 0.11, 4), np.ones(4)), kind).has_interval
+
+
+@pytest.mark.parametrize("groups", [4, 8, 16, 17, 40])
+def test_a_divergence_stays_above_zero(groups: int) -> None:
+    """C18: one heavy group takes t below 0, and the studentised bootstrap may follow it."""
+    rng = np.random.default_rng(groups)
+    for heavy in (10.0, 100.0, 1000.0):
+        sums_G = rng.lognormal(size=groups)
+        sums_G[0] = heavy
+        totals = Totals(sums_G, np.ones(groups))
+        got = mean_interval(totals, "divergence")
+        low = t_interval(totals).low
+        assert low is not None and (low < 0 or heavy == 10.0)
+        assert got.low is None or 0 < got.low < got.estimate < (got.high or 0)
+
+
+def test_a_divergence_that_rounding_takes_below_zero_has_no_interval() -> None:
+    got = mean_interval(Totals(np.array([-3e-17, 1e-17, 1e-17, -1e-17]), np.ones(4)), "divergence")
+    assert not got.has_interval and got.note == "the mean is not positive"
+    zero = mean_interval(Totals(np.zeros(4), np.ones(4)), "divergence")
+    assert (zero.low, zero.high) == (0.0, 0.0)
+
+
+def test_quantiles_of_few_groups_and_at_the_end() -> None:
+    """C18: a value that is no extreme is shown, its interval is not; an extreme one is not shown at all."""
+    values_N = np.random.default_rng(6).random(9_000)
+    median = woodruff(values_N, np.arange(9_000) % 3, 0.5, unit="document")
+    assert median.note == "fewer than 4 documents" and median.estimate == order_quantile(values_N, 0.5)
+    extreme = woodruff(values_N, np.arange(9_000) % 3, 0.999)
+    assert extreme.withheld and np.isnan(extreme.estimate)
+    assert extreme.note == "9 positions lie beyond it, 50 are needed"
+    lowest = woodruff(np.random.default_rng(7).random(60_000), np.zeros(60_000), 0.001)
+    assert "come from 1 contexts" in lowest.note

@@ -14,6 +14,7 @@ from harness.stats import (
     bootstrap_interval,
     log_t_interval,
     max_t_bands,
+    mean_interval,
     row_log_ratio,
     t_interval,
     woodruff,
@@ -134,3 +135,30 @@ def test_simultaneous_bands_hold_for_all_candidates_at_once() -> None:
         single += all(covers(t_interval(d), 0.0) for d in differences)
     assert together / 400 >= 0.93 - 3 * (0.94 * 0.06 / 400) ** 0.5
     assert single / 400 < together / 400 - 0.05
+
+
+@pytest.mark.parametrize("documents", [4, 8])
+def test_shares_of_few_documents_cover(documents: int) -> None:
+    """C53: agreement 0.9, intraclass correlation 0.1: t covers .89, Wilson with its quantile .94 (with z .85-.92)."""
+    rng, hits, plain, count = np.random.default_rng(109), 0, 0, 2000
+    for _ in range(count):
+        agreed_G = rng.binomial(2000, rng.beta(0.9 * 9, 0.1 * 9, documents)).astype(float)
+        totals = Totals(agreed_G, np.full(documents, 2000.0))
+        got = mean_interval(totals, "share")
+        assert got.low is not None and got.high is not None and 0 <= got.low <= got.high <= 1
+        hits += covers(got, 0.9)
+        plain += covers(t_interval(totals), 0.9)
+    assert hits / count >= 0.93 - 3 * (0.94 * 0.06 / count) ** 0.5
+    assert plain < hits - 0.01 * count
+
+
+@pytest.mark.parametrize("documents", [4, 8, 16])
+def test_divergences_of_few_documents_cover_and_stay_above_zero(documents: int) -> None:
+    """C18: lognormal documents, sd .5; the lower end never reaches 0."""
+    rng, hits, count = np.random.default_rng(110), 0, 1500
+    for _ in range(count):
+        totals = Totals(0.01 * rng.lognormal(sigma=0.5, size=documents), np.ones(documents))
+        got = mean_interval(totals, "divergence", resamples=1000)
+        assert got.low is not None and got.low > 0
+        hits += covers(got, 0.01 * float(np.exp(0.125)))
+    assert hits / count >= 0.91

@@ -8,8 +8,18 @@ import pytest
 from scipy import stats as scipy_stats
 
 from harness.errors import ScoreError
-from harness.stats import Totals, group_totals, log_t_interval, row_mean_interval, t_interval, totals_of_means
+from harness.stats import Estimate, Totals, group_totals, log_t_interval, t_interval
 from harness.stats.influence import t_quantile
+
+
+def row_mean_interval(values_N: np.ndarray, row_of_N: np.ndarray, unit: str = "row") -> Estimate:
+    """t interval of per-position values over rows."""
+    return t_interval(group_totals(values_N, row_of_N), unit=unit)
+
+
+def totals_of_means(means_R: np.ndarray, counts_R: np.ndarray, group_R: np.ndarray) -> Totals:
+    """Totals by group from the means and position counts of rows."""
+    return Totals(group_totals(means_R * counts_R, group_R).sums_G, group_totals(counts_R, group_R).sums_G)
 
 
 def miller_standard_error(values_N: np.ndarray, group_N: np.ndarray) -> float:
@@ -55,7 +65,7 @@ def test_one_group_has_no_interval_and_says_why() -> None:
     """Fault B21: one row gives no verdict."""
     got = row_mean_interval(np.array([1.0, 2.0]), np.array([0, 0]), unit="document")
     assert got.estimate == 1.5
-    assert got.low is None and got.high is None and got.bounds() is None
+    assert got.low is None and got.high is None and not got.has_interval
     assert "one document gives no interval" in got.note
 
 

@@ -78,7 +78,7 @@ def plain(value: Any) -> Any:
 
 
 def refuse_paths(what: str, text: str) -> None:
-    """Refuse text for others that names this machine's home or working folder, or anybody's home (FAULTS B 51).
+    """Refuse text for others that names this machine's home or working folder, or anybody's home.
 
     Raises:
         Refused: with the beginning of the path and where it stands.

@@ -1,6 +1,7 @@
-"""The fault log: every entry of FAULTS.md is one row here, named after it.
+"""The fault log: faults that really happened to people who measure how far a quantised model is from its teacher.
 
-The entries are faults that really happened to people who measure how far a quantised model is from its teacher.
+Each is one row, named after its entry in the project's list (FAULTS.md, which lies beside the repository where it is
+developed): a list and a number, which a row's id keeps.
 """
 
 from __future__ import annotations

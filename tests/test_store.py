@@ -12,7 +12,7 @@ from harness.store import atomic_path, folder_lock, require_space, write_json, w
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path):
-    """FAULTS A 57: killed while writing, the target is absent or complete."""
+    """Killed while writing, the target is absent or complete."""
     target = tmp_path / "row.parquet"
     write_text(target, "first")
     with pytest.raises(KeyboardInterrupt), atomic_path(target) as temporary:
@@ -23,7 +23,7 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
 
 
 def test_full_disk_is_one_clear_line(tmp_path):
-    """FAULTS B 39: what cannot be written is said, with what to do; nothing half-written stays."""
+    """What cannot be written is said, with what to do; nothing half-written stays."""
     with (
         pytest.raises(StorageError, match="disk is full: row.parquet") as caught,
         atomic_path(tmp_path / "row.parquet"),
@@ -39,7 +39,7 @@ def test_other_os_errors_are_not_renamed(tmp_path):
 
 
 def test_space_is_asked_for_before_the_start(tmp_path):
-    """FAULTS A 39, B 39: rows x positions x bytes against the disk, before anything runs."""
+    """Rows x positions x bytes against the disk, before anything runs."""
     with pytest.raises(StorageError, match="this capture needs 1000000000.00 GB"):
         require_space(tmp_path, 10**18, "this capture")
     require_space(tmp_path, 1, "this capture")
@@ -53,7 +53,7 @@ def test_second_writer_is_refused(tmp_path):
 
 
 def test_nonfinite_json_is_a_string_never_null(tmp_path):
-    """FAULTS A 29."""
+    """A reader of JSON has no number for it, and null or 0 would pass for one."""
     write_json(tmp_path / "a.json", {"max": float("inf"), "mean": float("nan"), "low": float("-inf"), "n": 3})
     text = (tmp_path / "a.json").read_text()
     assert json.loads(text) == {"max": "inf", "mean": "nan", "low": "-inf", "n": 3}

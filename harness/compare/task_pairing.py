@@ -73,7 +73,7 @@ def require_comparable(runs: Sequence[TaskRun]) -> list[str]:
     """Refuse runs that did not ask the same; the entries that all of them have.
 
     Raises:
-        IncomparableError: another lm-eval, lane, task definition, number of shots or metric (FAULTS A 69).
+        IncomparableError: another lm-eval, lane, task definition, number of shots or metric.
     """
     first = runs[0].receipt
     for run in runs[1:]:

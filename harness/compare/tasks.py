@@ -319,7 +319,7 @@ def _registration(runs: Sequence[Path]) -> Registration | None:
 def registered(
     found: TaskComparisons, registration: Registration | None, limits: Mapping[str, int | None]
 ) -> TaskComparisons:
-    """With the registered bars on tasks, and what departs from the tasks that were registered (FAULTS B 47)."""
+    """With the registered bars on tasks, and what departs from the tasks that were registered."""
     if registration is None:
         return found
     ran = {task.task: limits.get(task.task) for task in found.tasks}

@@ -136,7 +136,7 @@ def _identity(path: Path) -> Arm:
 
 
 def group_runs(paths: Sequence[Path]) -> list[list[Path]]:
-    """Runs that may stand in one table, in the order in which they were named (FAULTS A 58, B 9, B 10)."""
+    """Runs that may stand in one table, in the order in which they were named."""
     groups: list[tuple[Arm, list[Path]]] = []
     for path in paths:
         arm = _identity(path)

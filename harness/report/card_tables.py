@@ -194,7 +194,7 @@ def quantile(arm: ArmResult, name: str) -> float | None:
 
 
 def _largest_row(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
-    """The maxima: values and N, without interval or verdict (FAULTS A 67)."""
+    """The maxima: values and N, without interval or verdict."""
     found = [arm.largest for arm in arms]
     if any(value is None for value in found):
         return []

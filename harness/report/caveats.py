@@ -52,7 +52,7 @@ def _length(b: Basis) -> str:
 
 
 def _resampled(unit: str) -> str:
-    """What intervals resample; rows that may share a document are no independent units (FAULTS B 18)."""
+    """What intervals resample; rows that may share a document are no independent units."""
     if unit == "document":
         return "Intervals resample documents, never positions."
     return "Intervals resample rows, never positions; rows may share a document, so intervals are descriptive only."

@@ -177,7 +177,7 @@ def _quantile_lines(m: Measurement, quantiles: dict[str, Estimate]) -> list[Line
 
 
 def _finite_lines(m: Measurement) -> list[Line]:
-    """Beside a mean that is not finite, the mean without such positions, with their number (FAULTS A 21, A 27)."""
+    """Beside a mean that is not finite, the mean without such positions, with their number."""
     if (finite := m.summary.get("kl_mean_finite")) is None:
         return []
     bad = count(m.counts["nonfinite_positions"])
@@ -188,7 +188,7 @@ def _finite_lines(m: Measurement) -> list[Line]:
 
 
 def _top_line(m: Measurement, share: float | None) -> Line:
-    """How heavy the tail is: a mean that few positions carry is theirs (FAULTS B 23)."""
+    """How heavy the tail is: a mean that few positions carry is theirs."""
     name = f"{kl_name(m, 'sum').removesuffix(', nats')} in the top 1 % of positions"
     if share is None:
         return Line(name=name, value="n/a", interval="none: the sum is 0 or not finite")

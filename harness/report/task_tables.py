@@ -297,7 +297,7 @@ def _arm_of(receipt: TaskReceipt, arms: Sequence[tuple[str, str]], *, or_none: b
 
 
 def _rows(found: _Runs, suite: str, entry: str) -> tuple[TaskLine, list[tuple[str, ...]], list[str]]:
-    """One entry of one suite; runs of another suite of the same task are another line (FAULTS A 69)."""
+    """One entry of one suite; runs of another suite of the same task are another line."""
     have = {name: run for name in found.names if (run := _run_of(found.by_arm[name], suite, entry)) is not None}
     results = {name: run.result(entry) for name, run in have.items()}
     last = have[next(reversed(have))]

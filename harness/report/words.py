@@ -259,7 +259,7 @@ def floor_warning(c: Comparison) -> list[str]:
 
 # ---- comparisons of tasks --------------------------------------------------------------------------------------------
 
-#: Differences between two arms' shares of unreadable answers from which on a warning is due (FAULTS A 68).
+#: Differences between two arms' shares of unreadable answers from which on a warning is due.
 UNREADABLE_DIFFERENCE = 0.01
 
 
@@ -312,7 +312,7 @@ def _one_task_warnings(found: TaskComparisons, task: TaskComparison) -> list[str
 
 
 def _reading_warnings(task: TaskComparison) -> list[str]:
-    """Answers that could not be read, and arms that differ in them (FAULTS A 68)."""
+    """Answers that could not be read, and arms that differ in them."""
     rates = [arm.extraction_failure_rate for arm in task.arms if arm.extraction_failure_rate is not None]
     told = []
     if rates and max(rates) > 2 * UNREADABLE_DIFFERENCE:
@@ -323,7 +323,7 @@ def _reading_warnings(task: TaskComparison) -> list[str]:
 
 
 def _contrary(tasks: Sequence[TaskComparison]) -> list[str]:
-    """Tasks that point different ways within noise have no winner (FAULTS B 27)."""
+    """Tasks that point different ways within noise have no winner."""
     told = []
     for pairs in zip(*(task.pairs for task in tasks), strict=True):
         signs = {np.sign(pair.difference.estimate) for pair in pairs} - {0.0}

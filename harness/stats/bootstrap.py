@@ -25,7 +25,7 @@ from harness.stats.influence import ONE_GROUP, Estimate, Totals, t_quantile, wit
 Method = Literal["percentile", "expanded percentile", "basic", "bca", "bootstrap-t"]
 RESAMPLES = 10_000
 SEED = 20_260
-#: Below this many groups a bootstrap interval is not used by default: it has too few distinct resamples.
+#: Below this many groups a bootstrap is not used by default: few distinct resamples (tests/stats/test_coverage.py).
 FEW_GROUPS = 16
 
 ROW_RESAMPLES = 2_000

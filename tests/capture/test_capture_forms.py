@@ -40,7 +40,7 @@ def logits_with_tail(positions: int = 3, vocab: int = 400) -> torch.Tensor:
 
 
 def test_round_trip_of_a_row_40_nats_deep() -> None:
-    """FAULTS A 23: |KL(P, cached P)| < 1e-6 and |sum exp - 1| < 1e-6."""
+    """|KL(P, cached P)| < 1e-6 and |sum exp - 1| < 1e-6."""
     logits = logits_with_tail()
     row = row_of(3, 400)
     got = encode_logits(row, Logits(logits_TV=logits), torch.float16)
@@ -56,7 +56,7 @@ def test_round_trip_of_a_row_40_nats_deep() -> None:
 
 
 def test_bf16_logits_are_never_stored() -> None:
-    """FAULTS A 22: bf16 has steps of 0.125 at 20, and ties 20.06 with 20.00; centred fp16 keeps them apart."""
+    """bf16 has steps of 0.125 at 20, and ties 20.06 with 20.00; centred fp16 keeps them apart."""
     logits = torch.zeros(2, 50)
     logits[:, 3], logits[:, 4] = 20.00, 20.06
     assert logits.to(torch.bfloat16)[0, 3] == logits.to(torch.bfloat16)[0, 4]
@@ -75,7 +75,7 @@ def test_what_fp16_cannot_hold_is_refused_and_fp32_holds_it() -> None:
 
 
 def test_a_flat_row_around_a_far_maximum_does_not_survive_fp16() -> None:
-    """FAULTS A 23: all the mass lies where fp16 has steps of 1/128: refused with the position, fp32 takes it."""
+    """All the mass lies where fp16 has steps of 1/128: refused with the position, fp32 takes it."""
     logits = 20 + torch.rand(3, 200_000, generator=torch.Generator().manual_seed(0))
     logits[:, 0] = 30.0
     row = row_of(2, 200)

@@ -35,7 +35,7 @@ from tests.capture.made_captures import ROW, T, Tiny, V, files, make_identity, m
 def test_a_folder_of_another_teacher_is_not_continued(
     tiny: Tiny, tmp_path: Path, changes: dict[str, object], shown: str
 ) -> None:
-    """FAULTS A 51, A 52: the key holds weights, tokenizer, engine version, dtypes and settings; both values shown."""
+    """The key holds weights, tokenizer, engine version, dtypes and settings; both values shown."""
     tiny.write(tmp_path / "a", [0])
     with pytest.raises(CaptureError, match=shown):
         CaptureWriter(tmp_path / "a", replace(tiny.identity, **changes), tiny.panel, tiny.head)
@@ -56,7 +56,7 @@ def test_another_panel_is_refused(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_another_teacher_is_refused_and_labels_are_notes(tiny: Tiny, tmp_path: Path) -> None:
-    """FAULTS B 14: two revisions of equal content are one teacher, with a note."""
+    """Two revisions of equal content are one teacher, with a note."""
     capture = open_capture(tiny.write(tmp_path / "a"))
     assert capture.require_teacher(tiny.identity) == []
     assert capture.require_teacher(replace(tiny.identity, revision="def")) == ["revision abc, not def"]
@@ -65,14 +65,14 @@ def test_another_teacher_is_refused_and_labels_are_notes(tiny: Tiny, tmp_path: P
 
 
 def test_a_head_that_is_not_the_identity_s_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    """FAULTS B 41: an identity that names another head than the one that is stored."""
+    """An identity that names another head than the one that is stored."""
     with pytest.raises(CaptureError, match="the engine says head"):
         CaptureWriter(tmp_path / "a", make_identity("0" * 64), tiny.panel, tiny.head)
 
 
 @pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
 def test_a_flipped_byte_is_found_with_its_repair(tiny: Tiny, tmp_path: Path, where: float) -> None:
-    """FAULTS B 40: a file with the right name and wrong bytes."""
+    """A file with the right name and wrong bytes."""
     path = tiny.write(tmp_path / "a") / ROW
     data = bytearray(path.read_bytes())
     data[int(len(data) * where)] ^= 1
@@ -86,7 +86,7 @@ def test_a_flipped_byte_is_found_with_its_repair(tiny: Tiny, tmp_path: Path, whe
 
 @pytest.mark.parametrize("size", [0, 4, 4096])
 def test_a_truncated_row_is_refused(tiny: Tiny, tmp_path: Path, size: int) -> None:
-    """FAULTS B 40: empty and cut files."""
+    """Empty and cut files."""
     path = tiny.write(tmp_path / "a") / ROW
     path.write_bytes(path.read_bytes()[:size])
     for attempt in (lambda: open_capture(tmp_path / "a").row(2), lambda: tiny.write(tmp_path / "a")):
@@ -108,7 +108,7 @@ def rewrite(path: Path, change: object) -> None:
 
 
 def test_a_cut_point_must_be_declared(tiny: Tiny, tmp_path: Path) -> None:
-    """FAULTS B 1: nobody may guess whether the final norm was applied."""
+    """Nobody may guess whether the final norm was applied."""
     folder = tiny.write(tmp_path / "a", [2])
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["key"]["cut_point"]
@@ -122,7 +122,7 @@ def test_a_cut_point_must_be_declared(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_another_dtype_is_an_error_not_a_reinterpretation(tiny: Tiny, tmp_path: Path) -> None:
-    """FAULTS A 56: bits are stored, the dtype is metadata; a wrong one is refused at writing and at reading."""
+    """Bits are stored, the dtype is metadata; a wrong one is refused at writing and at reading."""
     with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head) as writer:
         with pytest.raises(CaptureError, match=r"states are torch.float32 and this capture holds torch.bfloat16"):
             writer.write_row(tiny.panel.rows[2], Hidden(states_TH=tiny.states[2].float()))
@@ -137,7 +137,7 @@ def test_another_dtype_is_an_error_not_a_reinterpretation(tiny: Tiny, tmp_path: 
 
 
 def test_a_column_of_another_type_is_refused(tmp_path: Path) -> None:
-    """FAULTS A 56: a list column in the place of the bits."""
+    """A list column in the place of the bits."""
     pq.write_table(pa.table({"states": [[1.0, 2.0]]}), tmp_path / "row-0000.parquet")
     with pytest.raises(CaptureError, match="not fixed-size binary"):
         read_array(tmp_path / "row-0000.parquet", "states", torch.bfloat16)
@@ -152,7 +152,7 @@ def test_two_writers_in_one_folder(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_no_space_is_said_before_the_first_row(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS B 39: planned bytes against free bytes, before anything is written."""
+    """Planned bytes against free bytes, before anything is written."""
     usage = shutil.disk_usage(tmp_path)
     with CaptureWriter(tmp_path / "a", tiny.identity, tiny.panel, tiny.head) as writer:
         monkeypatch.setattr("harness.store.shutil.disk_usage", lambda path: usage._replace(free=5000))
@@ -201,7 +201,7 @@ def test_an_empty_folder_is_no_capture(tmp_path: Path) -> None:
 
 
 def test_verify_finds_statistics_that_the_states_do_not_give(tiny: Tiny, tmp_path: Path) -> None:
-    """FAULTS B 41: a stored NLL that is off by 1 %, or one flipped top-1, in an otherwise whole file."""
+    """A stored NLL that is off by 1 %, or one flipped top-1, in an otherwise whole file."""
     checks = verify_capture(open_capture(tiny.write(tmp_path / "a")), tiny.panel)
     assert [c.name for c in checks] == ["rows", "head", "panel", "digests", "stored NLL", "stored top-1"]
     assert all(c.passed for c in checks)

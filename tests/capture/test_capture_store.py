@@ -146,7 +146,7 @@ def test_size_is_at_most_h_x_2_plus_64_bytes_a_position(tmp_path: Path, width: i
 
 
 def test_a_long_row_keeps_one_row_group_and_fixed_width(tmp_path: Path) -> None:
-    """FAULTS A 55: no list offsets exist that could pass 2**31, whatever the vocabulary; a row is one row group."""
+    """No list offsets exist that could pass 2**31, whatever the vocabulary; a row is one row group."""
     panel, head = make_panel([9000]), make_head()
     states = torch.randn(9000, H).to(torch.bfloat16)
     with CaptureWriter(tmp_path / "a", make_identity(head.sha256), panel, head) as writer:
@@ -168,7 +168,7 @@ def test_resume_ends_bit_identical(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_killed_mid_row_leaves_no_half_file(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS A 57 and A 39: the row is absent, no manifest exists, finished rows stay and can be read."""
+    """The row is absent, no manifest exists, finished rows stay and can be read."""
 
     def dies(table: pa.Table, where: Path, **options: object) -> None:
         Path(where).write_bytes(b"PAR1 half")
@@ -207,7 +207,7 @@ def wide_states(index: int) -> torch.Tensor:
 
 
 def test_a_killed_run_leaves_whole_rows_and_goes_on(tmp_path: Path) -> None:
-    """FAULTS A 57: SIGKILL while rows are being written; every row file is whole, and the rest is added."""
+    """SIGKILL while rows are being written; every row file is whole, and the rest is added."""
     folder = tmp_path / "a"
     process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(folder)])
     deadline = time.monotonic() + 600
@@ -231,7 +231,7 @@ def test_a_killed_run_leaves_whole_rows_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_claims_more_than_the_files_hold(tiny: Tiny, tmp_path: Path) -> None:
-    """FAULTS B 2: manifest of 10 records, 1 file -> "partial 1/10", never n = 10."""
+    """Manifest of 10 records, 1 file -> "partial 1/10", never n = 10."""
     panel = make_panel([T] * 10)
     tiny = replace_panel(tiny, panel)
     tiny.write(tmp_path / "a")

@@ -137,7 +137,7 @@ def test_the_worst_positions_are_the_worst(found: Comparison) -> None:
 
 
 def test_a_maximum_has_a_place_and_no_interval(found: Comparison) -> None:
-    """Fault A67."""
+    """A maximum of one panel is no estimate of anything."""
     largest = found.arms[0].largest
     at = int(A["kl"].argmax())
     assert largest is not None
@@ -151,7 +151,7 @@ def test_a_maximum_has_a_place_and_no_interval(found: Comparison) -> None:
 
 
 def test_quantiles_and_the_withheld_one(found: Comparison) -> None:
-    """Fault B25: 7,200 positions do not support p99.9."""
+    """7,200 positions do not support p99.9."""
     quantiles = found.arms[0].quantiles
     assert quantiles["p50"].estimate == np.sort(A["kl"])[3599]
     assert quantiles["p50"].low is not None and quantiles["p50"].low < quantiles["p50"].estimate
@@ -180,7 +180,7 @@ def test_the_teacher_against_itself_with_kl_zero(tmp_path: Path) -> None:
 
 
 def test_one_row_gives_no_verdict(tmp_path: Path) -> None:
-    """Fault B21: a single window said that 8 bits are worse than 6."""
+    """A single window said that 8 bits are worse than 6."""
     paths = [WORLD.run(tmp_path / n, n, c, rows=[0]) for n, c in (("A", A), ("B", B))]
     comparison = compare(paths)
     for d in comparison.pairs[0].differences:
@@ -190,7 +190,7 @@ def test_one_row_gives_no_verdict(tmp_path: Path) -> None:
 
 
 def test_nan_positions_leave_both_arms_and_hold_the_verdict_back(tmp_path: Path, runs: tuple[Path, Path]) -> None:
-    """Fault A28: B breaks on its hardest positions; its own finite mean would look better still."""
+    """B breaks on its hardest positions; its own finite mean would look better still."""
     broken = {name: values.copy() for name, values in B.items()}
     hardest = np.argsort(-B["kl"])[:10]
     for name in ("kl", "nll_candidate", "kl_reverse", "tv"):
@@ -223,7 +223,7 @@ def test_infinite_kl_is_counted_as_infinite(tmp_path: Path, runs: tuple[Path, Pa
 
 
 def test_an_error_that_grows_along_the_row_is_flagged(tmp_path: Path, runs: tuple[Path, Path]) -> None:
-    """Fault A43: KL rises with the position in one arm only."""
+    """KL rises with the position in one arm only."""
     path = WORLD.run(tmp_path / "s", "S", WORLD.columns(0.3, seed=4, slope=2.0))
     comparison = compare([runs[0], path])
     trends = [arm.trend for arm in comparison.arms]
@@ -234,7 +234,7 @@ def test_an_error_that_grows_along_the_row_is_flagged(tmp_path: Path, runs: tupl
 
 
 def test_documents_are_the_unit_when_rows_share_them(tmp_path: Path) -> None:
-    """Fault B18: 24 windows of 4 documents."""
+    """24 windows of 4 documents."""
     world = World(documents=4)
     paths = [world.run(tmp_path / n, n, c) for n, c in (("A", A), ("B", B))]
     comparison = compare(paths)
@@ -257,7 +257,7 @@ def test_partial_runs_are_compared_on_common_rows_and_labelled(tmp_path: Path, r
 
 
 def test_one_context_that_decides_is_named(tmp_path: Path) -> None:
-    """Fault B23: the top row's share and the mean without each row."""
+    """The top row's share and the mean without each row."""
     spiked = {name: values.copy() for name, values in A.items()}
     spiked["kl"] = np.where(WORLD.row_N == 9, A["kl"] * 40, A["kl"])
     paths = [WORLD.run(tmp_path / n, n, c) for n, c in (("B", B), ("spike", spiked))]
@@ -271,7 +271,7 @@ def test_one_context_that_decides_is_named(tmp_path: Path) -> None:
 def test_comparison_json_round_trips_and_is_deterministic(
     found: Comparison, runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fault A29: nothing becomes null or 0 on its way through JSON."""
+    """Nothing becomes null or 0 on its way through JSON."""
     write(tmp_path / "x", found)
     assert load_comparison(tmp_path / "x") == worded(found)
     write(tmp_path / "y", compare(runs))
@@ -295,7 +295,7 @@ def test_edited_positions_are_refused(runs: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_row_listed_twice_is_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fault A50."""
+    """It would count twice in every mean and count as an independent unit."""
     shutil.copytree(runs[0], tmp_path / "twice")
     content = json.loads((tmp_path / "twice" / "measurement.json").read_text())
     content["per_row"].append(content["per_row"][7])

@@ -76,7 +76,7 @@ def test_paired_t_intervals_as_derived_independently(
 
 
 def test_lower_bounds_are_called_so_wherever_kl_stands(runs: dict[str, Path]) -> None:
-    """Fault B11 the other way round: the words appear because the estimator is one; B9: nothing exact beside it."""
+    """The words of a bound appear because the estimator is one, and nothing exact stands beside it."""
     text = markdown(compare([runs["a0"], runs["mosaic12l"]]))
     table_lines = [line for line in text.splitlines() if line.startswith("|") and "KL" in line]
     assert table_lines and all("KL lower bound" in line for line in table_lines)

@@ -48,7 +48,7 @@ def test_logits_stand_beside_states_through_their_own_head(base: Path, tmp_path:
     ],
 )
 def test_other_kinds_of_numbers(base: Path, change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
-    """Faults A58, B9: another lane, estimator or scoring never stands in one table."""
+    """Another lane, estimator or scoring never stands in one table."""
     with pytest.raises(IncomparableError, match=complaint):
         compare([base, other(tmp_path, **change)])
 
@@ -67,7 +67,7 @@ def test_other_kinds_of_numbers(base: Path, change: dict[str, Any], complaint: s
     ],
 )
 def test_other_panel_or_teacher(base: Path, world: dict[str, Any], complaint: str, tmp_path: Path) -> None:
-    """Faults B10, B14: one artefact had 0.12 on one panel and 0.38 on another; both hashes are shown."""
+    """One artefact had 0.12 on one panel and 0.38 on another; both hashes are shown."""
     made = World(rows=20, length=60, **world)
     with pytest.raises(IncomparableError, match=complaint) as refusal:
         compare([base, made.run(tmp_path / "b", "B", made.columns(0.24, seed=3))])
@@ -83,14 +83,14 @@ def test_partial_run_against_another_teacher_is_found_out_by_its_numbers(base: P
 
 
 def test_a_revision_is_not_content(base: Path, tmp_path: Path) -> None:
-    """Fault B14: two revisions with the same contents are equal, with a note."""
+    """Two revisions with the same contents are equal, with a note."""
     world = World(rows=20, length=60, teacher={"revision": "v2"})
     found = compare([base, world.run(tmp_path / "b", "B", B)])
     assert any("revision is named main and v2; its contents are equal" in w for w in warnings(found))
 
 
 def test_another_device_or_cache_type_is_said(base: Path, tmp_path: Path) -> None:
-    """Fault B30: the device is part of the identity."""
+    """The device is part of the identity."""
     candidate = side("B", device="cuda", settings={"kv_dtype": "fp8"})
     told = warnings(compare([base, other(tmp_path, candidate=candidate)]))
     assert "A and B ran with another device (cpu and cuda): part of the difference" in told
@@ -133,7 +133,7 @@ def test_row_means_only_are_compared_by_row(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_difference_below_the_floor_is_not_claimed(base: Path, tmp_path: Path) -> None:
-    """Faults B28, A41: noise of 8.7e-4 between launches of one engine."""
+    """Noise of 8.7e-4 between launches of one engine."""
     difference = float(A["kl"].mean() - B["kl"].mean())
     plain = compare([base, other(tmp_path)])
     assert plain.pairs[0].primary.verdict == "better"
@@ -156,7 +156,7 @@ def test_arms_at_the_floor_are_not_ranked(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_floor_of_another_lane_is_refused(base: Path, tmp_path: Path) -> None:
-    """Fault B20: attributing an error by another lane's floor."""
+    """Attributing an error by another lane's floor."""
     floor = WORLD.run(tmp_path / "floor", "teacher again", A, lane="served")
     with pytest.raises(IncomparableError, match="same lane"):
         compare([base, other(tmp_path)], floor=floor)
@@ -222,7 +222,7 @@ def test_a_registration_fixes_metric_margin_seed_and_exclusions(tmp_path: Path) 
 
 
 def test_deviations_are_printed(tmp_path: Path) -> None:
-    """Fault B47: fewer rows than registered is a deviation, here and on the card."""
+    """Fewer rows than registered is a deviation, here and on the card."""
     found = compare(registered_runs(tmp_path, rows=[0, 1, 2, 4]))
     assert "A: 4 rows measured, 19 registered" in found.deviations
     whole = compare(registered_runs(tmp_path / "whole"))

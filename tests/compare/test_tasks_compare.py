@@ -81,7 +81,7 @@ def test_mean_change_of_the_margin_sees_what_accuracy_does_not(tmp_path: Path) -
 
 
 def test_thirty_lost_and_twenty_won_of_14042_is_noise() -> None:
-    """FAULTS A 64: McNemar's exact p is 0.2026; not "worse"."""
+    """McNemar's exact p is 0.2026; not "worse"."""
     a, b = flipped(14_042, 30, 20)
     found = compare_items(a, b)
     assert found.p == pytest.approx(0.2026, abs=5e-5)
@@ -200,7 +200,7 @@ def test_a_set_that_says_more_columns_is_the_same_question(tmp_path: Path) -> No
 
 
 def test_published_counts_two_items_apart(tmp_path: Path) -> None:
-    """FAULTS B 26, B 27: 951 and 953 of 1,140 and 86 and 87 of 198 are "not distinguishable"; no winner is named."""
+    """951 and 953 of 1,140 and 86 and 87 of 198 are "not distinguishable"; no winner is named."""
     if not REFERENCE.is_dir():
         pytest.skip("the published receipts are not here")
     runs = []
@@ -221,7 +221,7 @@ def test_published_counts_two_items_apart(tmp_path: Path) -> None:
 
 
 def test_contrary_tasks_have_no_winner(tmp_path: Path) -> None:
-    """FAULTS B 27: one task up, the other down, both within noise."""
+    """One task up, the other down, both within noise."""
     a, up = flipped(100, 0, 1)
     _, down = flipped(100, 1, 0)
     rows = lambda x, t: [outcome_item(t, n, bool(r)) for n, r in enumerate(x)]  # noqa: E731
@@ -242,7 +242,7 @@ def test_contrary_tasks_have_no_winner(tmp_path: Path) -> None:
     ],
 )
 def test_other_benchmarks_are_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:
-    """FAULTS A 69."""
+    """The same name with another version, shots or metric is another benchmark."""
     rows = {"t": [outcome_item("t", n, True) for n in range(5)]}
     runs = [write_run(tmp_path / "a", "a", rows), write_run(tmp_path / "b", "b", rows, **change)]  # type: ignore[arg-type]
     with pytest.raises(IncomparableError, match=said):
@@ -287,7 +287,7 @@ def test_partial_runs_deviations_and_what_is_missing_are_said(tmp_path: Path) ->
 
 
 def test_unreadable_answers_are_shown_and_warned_of(tmp_path: Path) -> None:
-    """FAULTS A 68, B 44, B 46: a rate above 2 %, or 1 pp between the arms."""
+    """A rate above 2 %, or 1 pp between the arms."""
     rows = {"t": [outcome_item("t", n, True) for n in range(100)]}
     runs = [
         write_run(tmp_path / n, n, rows, leaf={"extraction_failures": f, "truncations": c})

@@ -128,7 +128,7 @@ def test_a_fresh_dict_for_each_module_would_compute_nothing(fake: None, teacher_
 
 
 def test_neither_groups_nor_parking_move_a_bit(fake: None, teacher_folder: Path) -> None:
-    """Fault D 40: what else is in a run must not move a row. Blocks of the fake answer in one buffer for all rows."""
+    """What else is in a run must not move a row. Blocks of the fake answer in one buffer for all rows."""
     rows = rows_of(40, 40, 40)
     together = states(opened(teacher_folder), rows)
     apart = states(opened(teacher_folder, host_bytes=41 * 128 * 16), rows)

@@ -111,7 +111,7 @@ def test_devices(gguf: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_refused(gguf: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faults A 13 (vocabularies of unlike size) and D 39 (memory): nothing is cut, nothing is read past a table."""
+    """Vocabularies of unlike size, and memory: nothing is cut, nothing is read past a table."""
     with pytest.raises(EngineError, match="has 259 tokens, the teacher 300"):
         opened(gguf, vocab_size=300)
     engine = opened(gguf, row_tokens=30)

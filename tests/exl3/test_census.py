@@ -65,7 +65,7 @@ def twelve() -> Checkpoint:
 
 
 def test_12l_known_answer(twelve):
-    """FAULTS B 13: two agreeing derivations said 2.31; the tensors say 2.279."""
+    """Two agreeing derivations said 2.31; the tensors say 2.279."""
     census = take_census(twelve)
     assert census.counts("routed experts") == {2: 26784, 3: 10368}
     assert census.routed is not None and census.routed.tensors == 37152

@@ -141,7 +141,7 @@ def with_header(change):
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-# FAULTS B 40: the right name and the wrong bytes
+# The right name and the wrong bytes
 DAMAGE = {
     "cut in the data": (lambda data: data[:-100], "model.safetensors is truncated: .* on disk"),
     "cut in the header": (cut(200), "model.safetensors is truncated: its header alone"),
@@ -241,7 +241,7 @@ def test_a_shard_that_shrinks_after_opening_is_noticed(folder):
 
 
 def test_every_tensor_is_used_or_skipped_by_a_named_rule(folder):
-    """FAULTS A 45: nothing is dropped in silence."""
+    """Nothing is dropped in silence."""
     checkpoint = open_checkpoint(folder)
     used, skipped = set(checkpoint.tensors) - {NORM}, {NORM: "final norm of another model"}
     checkpoint.account(used, skipped)

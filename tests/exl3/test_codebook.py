@@ -10,7 +10,7 @@ from harness.exl3 import kernels
 from harness.exl3.codebook import CODEBOOKS, MARKERS, marker_int32, table, table_fp32
 from tests.exl3 import oracle
 
-# name: (first entries, sha256 of all, rms, mean, max abs, distinct); EXL3_FORMAT.md section 4
+# name: (first entries, sha256 of all, rms, mean, max abs, distinct); as exllamav3 has them
 PUBLISHED = {
     "3inst": (
         [0x3A25, 0xBB5B, 0x3B74, 0x34B6],

@@ -92,7 +92,7 @@ def test_torch_chunks_join(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("decoder", [decode, decode_torch], ids=["numba", "torch"])
 def test_padding_is_cropped_and_out_is_filled_without_a_stray_write(decoder, dtype):
-    """FAULTS A 13: a head padded to 128 columns has rows of noise past the vocabulary."""
+    """A head padded to 128 columns has rows of noise past the vocabulary."""
     layer = linear()
     expected = decode.dense_weight(layer, dtype)[:300, :200]
     cropped = replace(layer, in_features=200, out_features=300)

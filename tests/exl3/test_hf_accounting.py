@@ -78,7 +78,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_broken_checkpoint_is_refused_by_name(how: str, llama: Pack) -> None:
-    """FAULTS A45: wrong weights loaded, no error; a "newly initialized" parameter is a hard stop."""
+    """Wrong weights loaded, no error; a "newly initialized" parameter is a hard stop."""
     change, named = BROKEN[how]
     llama.rewrite(change(llama.tensors()))
     for load in (load_exl3, lambda folder: AutoModelForCausalLM.from_pretrained(folder)):

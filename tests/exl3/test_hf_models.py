@@ -18,6 +18,7 @@ import harness.exl3.hf  # noqa: F401  registers the format
 from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.hf import Exl3Config, load_exl3
 from harness.exl3.hf_packed import PackedTensors, packed_owners
+from harness.exl3.tensors import decode_embedding
 from tests.exl3 import made_packs
 from tests.exl3.made_packs import Pack, Spec
 
@@ -297,7 +298,8 @@ def test_embedding_stored_as_a_row_wise_table(tmp_path: Path) -> None:
         tensors
         | {"model.embed_tokens.trellis": torch.from_numpy(rings), "model.embed_tokens.signs": torch.from_numpy(signs)}
     )
-    wanted = open_checkpoint(pack.packed).table("model.embed_tokens")[:, :128]
+    checkpoint = open_checkpoint(pack.packed)
+    wanted = decode_embedding(checkpoint.tables["model.embed_tokens"], checkpoint.tensor)[:, :128]
     for dequantize in (False, True):
         embedding = load_exl3(pack.packed, dequantize=dequantize, dtype=torch.float32).model.embed_tokens
         assert torch.equal(embedding.weight, wanted) and not embedding._buffers

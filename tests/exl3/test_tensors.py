@@ -127,7 +127,7 @@ def test_bad_legacy_field_is_refused():
 
 @pytest.mark.parametrize("sizes", [(257, 128), (128, 128), (256, 129), (256, 0)])
 def test_sizes_that_padding_cannot_explain_are_refused(sizes):
-    """FAULTS A 45: the config of another model must not load."""
+    """The config of another model must not load."""
     with pytest.raises(CheckpointError, match="padded to (256|128), not to the next multiple"):
         Exl3Linear.from_tensors(NAME, parts(), in_features=sizes[0], out_features=sizes[1])
 

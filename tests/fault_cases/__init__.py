@@ -1,4 +1,4 @@
-"""The checks behind tests/test_fault_log.py: one function an entry of FAULTS.md, in a module a class of fault."""
+"""The checks behind tests/test_fault_log.py: one function an entry of the list, in a module a class of fault."""
 
 import pytest
 

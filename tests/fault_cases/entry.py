@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """An entry of FAULTS.md: list and number in front of its id, and the check that shows the right behaviour.
+    """An entry of the fault log: list and number in front of its id, and the check that shows the right behaviour.
 
     ``check`` gets an empty folder, then the session fixtures named in ``needs``.
     """

@@ -146,7 +146,7 @@ def test_an_unfinished_receipt_is_partial(tmp_path: Path) -> None:
 def test_what_does_not_follow_is_refused(
     path: tuple[str | int, ...], value: object, complaint: str, tmp_path: Path
 ) -> None:
-    """Fault A50 (row twice) and a summary of other rows, among others."""
+    """A row twice and a summary of other rows, among others."""
     content: Any = receipt()
     inner = content
     for step in path[:-1]:

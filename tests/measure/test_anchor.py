@@ -134,7 +134,7 @@ def llama(folder: Path) -> nn.Module:
 
 
 def test_only_decoder_linears_change(teacher_folder: Path) -> None:
-    """FAULTS B 3: the head is the teacher's own on both sides, so an anchor's KL is never that of its head."""
+    """The head is the teacher's own on both sides, so an anchor's KL is never that of its head."""
     model = llama(teacher_folder)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     said = round_model(model, scheme_of("nf4"))

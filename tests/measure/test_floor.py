@@ -66,7 +66,7 @@ def engine(folder: Path) -> TransformersEngine:
 
 
 def test_a_repeat_on_a_cpu_is_exactly_zero(floors: dict[str, Result]) -> None:
-    """FAULTS B 28: the same model twice, in another process of the job: here without any noise at all."""
+    """The same model twice, in another process of the job: here without any noise at all."""
     found = floors["repeat"].measurement
     assert (kl_of(floors["repeat"]) == 0.0).all() and found.summary["top1_agreement"] == 1.0
     assert found.candidate.weights_sha256 == found.teacher.weights_sha256
@@ -76,7 +76,7 @@ def test_a_repeat_on_a_cpu_is_exactly_zero(floors: dict[str, Result]) -> None:
 def test_other_precision_against_plain_transformers(
     floors: dict[str, Result], teacher_folder: Path, panel_folder: Path
 ) -> None:
-    """FAULTS A 22: only the states are in bf16; logits are products in float32, never rounded to bf16 themselves."""
+    """Only the states are in bf16; logits are products in float32, never rounded to bf16 themselves."""
     from transformers import AutoModelForCausalLM
 
     load = AutoModelForCausalLM.from_pretrained
@@ -129,7 +129,7 @@ def test_perturbation_is_small_seeded_and_never_zero(
 def test_noise_of_a_row_does_not_depend_on_the_run(
     floors: dict[str, Result], teacher_folder: Path, panel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS A 40: fewer rows, another order, or a run killed and taken up again change no position."""
+    """Fewer rows, another order, or a run killed and taken up again change no position."""
     whole = kl_of(floors["perturb"])
     first = floor(str(teacher_folder), panel=panel_folder, kind="perturb", rows=2)
     assert np.array_equal(kl_of(first), whole[: len(kl_of(first))])
@@ -149,7 +149,7 @@ def test_noise_of_a_row_does_not_depend_on_the_run(
 
 
 def test_no_row_moves_another(teacher_folder: Path, panel_folder: Path) -> None:
-    """FAULTS A 40: a row alone, after others, and in reverse order gives the same bits."""
+    """A row alone, after others, and in reverse order gives the same bits."""
     rows, runs = load_panel(panel_folder).rows, engine(teacher_folder)
     together = {out.index: out.outputs.states_TH for out in runs.run(rows)}
     for out in runs.run(list(reversed(rows))):
@@ -213,7 +213,7 @@ def test_receipts_say_what_they_are(floors: dict[str, Result], panel_folder: Pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_comparison_takes_every_kind(kind: str, floors: dict[str, Result], int8: Result, fp8: Result) -> None:
-    """FAULTS A 41, B 19: the floor is a row of its own; nothing is subtracted from any KL."""
+    """The floor is a row of its own; nothing is subtracted from any KL."""
     plain = compare([fp8.folder, int8.folder])
     found = compare([fp8.folder, int8.folder], floor=floors[kind].folder)
     row = found.references[0]
@@ -227,7 +227,7 @@ def test_a_comparison_takes_every_kind(kind: str, floors: dict[str, Result], int
 def test_what_is_at_the_floor_is_not_ranked(
     floors: dict[str, Result], int8: Result, fp8: Result, teacher_folder: Path, panel_folder: Path
 ) -> None:
-    """FAULTS A 41, B 28: two arms that are noise of the floor's size have no better one; those above it have."""
+    """Two arms that are noise of the floor's size have no better one; those above it have."""
     other = floor(str(teacher_folder), panel=panel_folder, kind="perturb", seed=8)
     found = compare([floors["perturb"].folder, other.folder], floor=floors["perturb"].folder)
     assert [arm.at_floor for arm in found.arms] == [True, True]
@@ -240,7 +240,7 @@ def test_what_is_at_the_floor_is_not_ranked(
 def test_a_floor_of_another_question_is_refused(
     floors: dict[str, Result], int8: Result, fp8: Result, workplace: Path, panel_folder: Path, tmp_path: Path
 ) -> None:
-    """FAULTS B 20: another panel's, teacher's or lane's floor is no floor of this comparison."""
+    """Another panel's, teacher's or lane's floor is no floor of this comparison."""
     runs = [fp8.folder, int8.folder]
     panel = tmp_path / "panel"
     panel.mkdir()
@@ -265,7 +265,7 @@ def test_a_floor_of_another_question_is_refused(
 def test_a_capture_that_is_not_reproduced_gives_no_floor(
     floors: dict[str, Result], teacher_folder: Path, panel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS B 41: the teacher must first give its stored top-1 and NLL again, unaltered."""
+    """The teacher must first give its stored top-1 and NLL again, unaltered."""
     from harness.measure import teacher
 
     real = teacher.one_sided

@@ -181,7 +181,7 @@ def test_capture_that_is_there_is_reproduced_first(workplace, teacher_folder, ca
 
 
 def test_teacher_that_no_longer_reproduces_is_refused(workplace, teacher_folder, candidate_folder, panel_folder):
-    """FAULTS B 41: one flipped argmax in the teacher's store stops the run before the candidate."""
+    """One flipped argmax in the teacher's store stops the run before the candidate."""
     from harness.capture import rowfile
 
     measure(request(candidate_folder, panel_folder, teacher_folder, rows=2))
@@ -194,7 +194,7 @@ def test_teacher_that_no_longer_reproduces_is_refused(workplace, teacher_folder,
 
 
 def test_nan_logits_make_the_result_invalid(workplace, teacher_folder, panel_folder, tmp_path):
-    """FAULTS A 27: NaN is counted and located, the status says invalid, the mean is not a number."""
+    """NaN is counted and located, the status says invalid, the mean is not a number."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "nan-model"
@@ -226,7 +226,7 @@ def test_folder_of_another_measurement_is_refused(workplace, teacher_folder, can
 
 
 def test_other_tokenizer_is_refused(workplace, teacher_folder, panel_folder, tmp_path):
-    """FAULTS A 52: same model files, another tokenizer: both digests are named."""
+    """Same model files, another tokenizer: both digests are named."""
     folder = tmp_path / "other-tokenizer"
     shutil.copytree(teacher_folder, folder)
     file = folder / "tokenizer.json"
@@ -249,7 +249,7 @@ def test_renaming_changes_nothing(workplace, teacher_folder, candidate_folder, p
 
 
 def test_receipt_names_no_path(workplace, teacher_folder, candidate_folder, panel_folder, tmp_path):
-    """FAULTS B 51: a receipt can be published as it is."""
+    """A receipt can be published as it is."""
     result = measure(request(candidate_folder, panel_folder, teacher_folder))
     for file in ("measurement.json", "run.json"):
         text = (result.folder / file).read_text()

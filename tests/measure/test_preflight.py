@@ -41,32 +41,32 @@ def uniform(out: RowOutputs, _: int) -> RowOutputs:
 
 
 def test_toy_engine_passes_with_its_exact_nll():
-    """FAULTS A 37: aligned outputs of P(next) = 0.9 have NLL -ln 0.9 = 0.105."""
+    """Aligned outputs of P(next) = 0.9 have NLL -ln 0.9 = 0.105."""
     checks = {check.name: check for check in check_engine(ToyEngine(), counting_row())}
     assert all(check.passed for check in checks.values())
     assert f"mean {-math.log(0.9):.4f}" in checks["NLL is a language model's"].figure
 
 
 def test_outputs_shifted_by_one_are_refused():
-    """FAULTS A 18, A 37."""
+    """Position t scored with the outputs of t - 1 gives numbers that look like a bad quant."""
     with pytest.raises(ScoreError, match="off by one"):
         check_engine(Wrong(shifted), counting_row())
 
 
 def test_uniform_outputs_are_refused():
-    """FAULTS A 45: NLL = ln V means that no weights were loaded."""
+    """NLL = ln V means that no weights were loaded."""
     with pytest.raises(ScoreError, match="uniform output"):
         check_engine(Wrong(uniform), counting_row())
 
 
 def test_nll_of_zero_everywhere_is_refused():
-    """FAULTS A 35: speculative decoding once reported logprob 0.0 for every token."""
+    """Speculative decoding once reported logprob 0.0 for every token."""
     with pytest.raises(ScoreError, match="NLL = 0 on 100%"):
         check_engine(ToyEngine(p=1 - 1e-300), counting_row())
 
 
 def test_engine_that_differs_between_repeats_is_told():
-    """FAULTS A 34, A 40: a repeated row that is not bit-equal becomes a line with its figure."""
+    """A repeated row that is not bit-equal becomes a line with its figure."""
 
     def noisy(out: RowOutputs, number: int) -> RowOutputs:
         return replace(out, outputs=Logits(logits_TV=out.outputs.logits_TV + 0.25 * number))
@@ -83,21 +83,21 @@ def test_engine_that_differs_between_repeats_is_told():
     ],
 )
 def test_other_tokens_than_the_panels_are_refused(echoed, message):
-    """FAULTS A 1, A 2, A 7: a BOS added or a token changed by the engine is named with row and index."""
+    """A BOS added or a token changed by the engine is named with row and index."""
     out = RowOutputs(index=3, echoed_ids_T=echoed.astype(np.int32), outputs=Logits(logits_TV=torch.zeros(40, 16)))
     with pytest.raises(EngineError, match=message):
         check_echo(counting_row(), out)
 
 
 def test_vocabularies_must_be_one():
-    """FAULTS A 13: padding is fine, another vocabulary is not."""
+    """Padding is fine, another vocabulary is not."""
     assert "padding columns: teacher 2, candidate 0" in check_support(8, 6, 6, 6).figure
     with pytest.raises(ScoreError, match="8 tokens and the candidate 6"):
         check_support(8, 6, 8, 6)
 
 
 def test_the_probe_is_run_around_a_row_that_begins_like_it():
-    """FAULTS A 34: r0, r1 with a common beginning, r0 again; tokens of r1 are of the row itself."""
+    """r0, r1 with a common beginning, r0 again; tokens of r1 are of the row itself."""
     first, beside, again = probes_of(counting_row(300, 97))
     assert len(first.ids_T) == len(beside.ids_T) == 256 and np.array_equal(first.ids_T, again.ids_T)
     assert np.array_equal(first.ids_T[:128], beside.ids_T[:128])

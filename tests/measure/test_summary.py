@@ -28,7 +28,7 @@ def summarise(scores: Scores, units: int = 1) -> dict:
 
 
 def test_means_and_perplexity_are_token_level():
-    """FAULTS A 12: NLL of 10 nats over 5 tokens is ppl_token e^2, and the name says so."""
+    """NLL of 10 nats over 5 tokens is ppl_token e^2, and the name says so."""
     out = summarise(make_scores([0.1] * 5, nll_teacher=[2.0] * 5, nll_candidate=[1.0, 2.0, 3.0, 2.0, 2.0]))
     assert out["ppl_token_teacher"] == pytest.approx(math.e**2, rel=1e-15)
     assert out["ppl_token_candidate"] == pytest.approx(math.e**2, rel=1e-15)
@@ -36,7 +36,7 @@ def test_means_and_perplexity_are_token_level():
 
 
 def test_infinite_kl_is_kept_and_located():
-    """FAULTS A 21: never dropped, never clamped."""
+    """Never dropped, never clamped."""
     scores = make_scores([0.1, math.inf, 0.3])
     out, counted = summarise(scores), summary.counts(scores)
     assert out["kl_mean"] == math.inf
@@ -45,7 +45,7 @@ def test_infinite_kl_is_kept_and_located():
 
 
 def test_negative_rounding_is_counted_and_not_clamped():
-    """FAULTS A 24: -3e-7 stays in the mean and is counted; it is not "beyond rounding"."""
+    """-3e-7 stays in the mean and is counted; it is not "beyond rounding"."""
     scores = make_scores([-3e-7, 3e-7])
     assert summarise(scores)["kl_mean"] == 0.0
     counted = summary.counts(scores)
@@ -54,13 +54,13 @@ def test_negative_rounding_is_counted_and_not_clamped():
 
 
 def test_means_of_many_positions_use_float64():
-    """FAULTS A 31: 2e6 copies of 0.1 as float32 would drift."""
+    """2e6 copies of 0.1 as float32 would drift."""
     out = summarise(make_scores([0.1] * 2_000_000))
     assert out["kl_mean"] == pytest.approx(0.1, abs=1e-12)
 
 
 def test_p999_needs_positions_beyond_it():
-    """FAULTS B 25: 2,047 positions support no p99.9."""
+    """2,047 positions support no p99.9."""
     assert summarise(make_scores(list(np.linspace(0, 1, 2047))))["kl_p999"] is None
     many = make_scores(list(np.linspace(0, 1, 60000)))
     assert summarise(many, units=10)["kl_p999"] == pytest.approx(0.999, abs=1e-4)

@@ -79,7 +79,7 @@ def test_package_of_another_version_is_refused():
 
 
 def test_capture_of_other_weights_is_another_folder(tmp_path, teacher_folder, panel_folder):
-    """FAULTS A 51: the folder is named by content, so A's capture cannot answer for B."""
+    """The folder is named by content, so A's capture cannot answer for B."""
     panel = load_panel(panel_folder)
     other = tmp_path / "other"
     shutil.copytree(teacher_folder, other)
@@ -104,7 +104,7 @@ def test_capture_is_resumed_and_reproduced(tmp_path, teacher_folder, panel_folde
 
 
 def test_flipped_top1_in_the_store_is_refused(tmp_path, teacher_folder, panel_folder, monkeypatch):
-    """FAULTS B 41: a teacher whose argmax differs from its capture stops before the candidate."""
+    """A teacher whose argmax differs from its capture stops before the candidate."""
     from harness.measure import teacher as module
 
     panel = load_panel(panel_folder)

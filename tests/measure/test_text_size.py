@@ -91,7 +91,7 @@ def replaced(old: str, new: str) -> dict[str, Any]:
 
 
 def test_three_perplexities_of_one_model() -> None:
-    """FAULTS A 12: 10 nats over 5 tokens, 4 words and 20 bytes."""
+    """10 nats over 5 tokens, 4 words and 20 bytes."""
     found = per_text(np.full(5, 2.0), np.array([1.0, 2, 3, 4, 0]), TextSize(bytes=20, words=4))
     assert found["ppl_word_teacher"] == found["ppl_word_candidate"] == pytest.approx(math.exp(2.5), rel=1e-15)
     assert found["bits_per_byte_teacher"] == pytest.approx(0.7213475204444817, rel=1e-15)

@@ -32,7 +32,7 @@ def test_rendered_through_the_template(tmp_path: Path, tokenizer_folder: Path) -
 
 
 def test_fault_a5_a_template_that_reads_the_clock_is_refused(tmp_path: Path) -> None:
-    """FAULTS A 5: no panel may change with the date; a date given in the recipe is fine."""
+    """No panel may change with the date; a date given in the recipe is fine."""
     tokenizer = make_tokenizer(tmp_path / "t", template=CLOCK)
     with pytest.raises(PanelError, match=r"c\.json: the tokenizer's chat template reads the clock"):
         build_panel(chat_panel(tmp_path / "p", tokenizer))
@@ -43,14 +43,14 @@ def test_fault_a5_a_template_that_reads_the_clock_is_refused(tmp_path: Path) -> 
 def test_fault_a5_a_clock_that_cannot_be_set_is_refused(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS A 5: the check proves itself, should another transformers version read the clock elsewhere."""
+    """The check proves itself, should another transformers version read the clock elsewhere."""
     monkeypatch.setattr("harness.panel.chat.clock_at", lambda moment: nullcontext())
     with pytest.raises(PanelError, match="a clock that cannot be checked"):
         build_panel(chat_panel(tmp_path / "p", tokenizer_folder))
 
 
 def test_fault_a5_an_edited_template_breaks_the_seal(tmp_path: Path) -> None:
-    """FAULTS A 5: the template's digest is sealed even where the ids stay the same."""
+    """The template's digest is sealed even where the ids stay the same."""
     tokenizer = make_tokenizer(tmp_path / "t", template=TEMPLATE)
     panel = chat_panel(tmp_path / "p", tokenizer)
     build_panel(panel)
@@ -60,7 +60,7 @@ def test_fault_a5_an_edited_template_breaks_the_seal(tmp_path: Path) -> None:
 
 
 def test_fault_a4_template_arguments_are_part_of_the_recipe(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """FAULTS A 4: thinking on and thinking off are two panels."""
+    """Thinking on and thinking off are two panels."""
     template = "{{ 'think ' if enable_thinking is not defined or enable_thinking }}" + TEMPLATE
     tokenizer = make_tokenizer(tmp_path / "t", template=template)
     first = build_panel(chat_panel(tmp_path / "p", tokenizer))
@@ -70,7 +70,7 @@ def test_fault_a4_template_arguments_are_part_of_the_recipe(tmp_path: Path, toke
 
 
 def test_fault_a2_template_bos_and_always_is_double(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """FAULTS A 2: the template writes a BOS and the policy adds one."""
+    """The template writes a BOS and the policy adds one."""
     with pytest.raises(PanelError, match="double BOS at row 0"):
         build_panel(chat_panel(tmp_path / "p", tokenizer_folder, bos="always"))
 

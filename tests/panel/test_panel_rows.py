@@ -47,14 +47,14 @@ def rows_of(ids: list[np.ndarray]) -> list[Row]:
 
 @pytest.mark.parametrize(("tokens", "count"), [(4096, 2), (2047, 0), (2048, 1), (4095, 1), (6144, 3)])
 def test_fault_a11_the_last_exact_window_is_kept(tmp_path: Path, tokens: int, count: int) -> None:
-    """FAULTS A 11: n = 2L gives two rows, n = L - 1 none."""
+    """n = 2L gives two rows, n = L - 1 none."""
     windows = windows_of(document(tokens), recipe_of(tmp_path, length=2048), NO_BOS)
     assert [window.start for window in windows] == [2048 * i for i in range(count)]
     assert all(len(window.ids_T) == 2048 and window.ids_T.dtype == np.int32 for window in windows)
 
 
 def test_fault_a11_too_short_says_zero_full_windows(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """FAULTS A 10 and 11: a text shorter than a row is refused, never shortened or padded."""
+    """A text shorter than a row is refused, never shortened or padded."""
     panel = make_panel(tmp_path / "p", files={"0.txt": "amber basin\n"}, tokenizer=str(tokenizer_folder))
     with pytest.raises(PanelError, match=r"0\.txt: 0 full windows in \d+ tokens"):
         build_panel(panel)
@@ -82,7 +82,7 @@ def test_bos_policy_of_the_tokenizer_is_followed(tmp_path: Path, bos_tokenizer_f
 
 
 def test_fault_a1_missing_bos_is_an_error(tmp_path: Path, bos_tokenizer_folder: Path) -> None:
-    """FAULTS A 1: the tokenizer adds a BOS and the row has none."""
+    """The tokenizer adds a BOS and the row has none."""
     files: dict[str, str | bytes] = {"0.txt": words(60, 0)}
     panel = make_panel(tmp_path / "p", files=files, tokenizer=str(bos_tokenizer_folder), bos="never")
     with pytest.raises(PanelError, match=r"missing BOS at row 0 \(0\.txt\)"):
@@ -94,7 +94,7 @@ def test_fault_a1_missing_bos_is_an_error(tmp_path: Path, bos_tokenizer_folder: 
 
 
 def test_fault_a2_double_bos_is_an_error(tmp_path: Path, bos_tokenizer_folder: Path) -> None:
-    """FAULTS A 2: the text already starts with BOS and the recipe adds another."""
+    """The text already starts with BOS and the recipe adds another."""
     source = '[[sources]]\nkind = "text"\ndomain = "a"\nrows = 1\nlicense = "none"\nfiles = ["0.txt"]\n'
     body = source + "allow_special = true\n"
     files: dict[str, str | bytes] = {"0.txt": "<s>" + words(60, 0)}
@@ -115,7 +115,7 @@ def test_plain_text_that_spells_special_tokens_is_refused(tmp_path: Path, tokeni
 
 
 def test_fault_a50_identical_rows_are_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """FAULTS A 50: two rows with the same ids."""
+    """Two rows with the same ids."""
     files: dict[str, str | bytes] = {"a.txt": words(60, 0), "b.txt": words(60, 1), "c.txt": words(60, 0)}
     panel = make_panel(tmp_path / "p", files=files, tokenizer=str(tokenizer_folder))
     with pytest.raises(PanelError, match=r"rows \d \((a|c)\.txt\) and \d \((a|c)\.txt\) are identical"):
@@ -123,7 +123,7 @@ def test_fault_a50_identical_rows_are_refused(tmp_path: Path, tokenizer_folder: 
 
 
 def test_fault_a50_near_duplicates_are_refused_with_row_numbers() -> None:
-    """FAULTS A 50: 24 of 32 tokens in common."""
+    """24 of 32 tokens in common."""
     one = np.arange(32)
     two = np.concatenate([np.arange(24), np.arange(100, 108)])
     rows = rows_of([one, np.arange(200, 232), two])

@@ -87,7 +87,7 @@ def test_lock_holds_no_path(panel: Path, tmp_path: Path, tokenizer_folder: Path)
 
 
 def test_fault_a6_one_trailing_space_is_another_panel(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """FAULTS A 6: corpora that differ by one space have different digests."""
+    """Corpora that differ by one space have different digests."""
     first, second = (
         build_panel(make_panel(tmp_path / name, files={"0.txt": text}, tokenizer=str(tokenizer_folder)))
         for name, text in (("a", words(60, 0)), ("b", words(10, 0).strip() + "  " + words(60, 1)))
@@ -96,7 +96,7 @@ def test_fault_a6_one_trailing_space_is_another_panel(tmp_path: Path, tokenizer_
 
 
 def test_fault_a8_crlf(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """FAULTS A 8: CR LF is refused with its line, or normalised with the decision in the seal."""
+    """CR LF is refused with its line, or normalised with the decision in the seal."""
     text = "amber basin\n" + words(60, 0)
     body = '[[sources]]\nkind = "text"\ndomain = "a"\nrows = 1\nlicense = "none"\nfiles = ["0.txt"]\n'
     crlf: dict[str, str | bytes] = {"0.txt": text.replace("\n", "\r\n").encode()}
@@ -113,7 +113,7 @@ def test_fault_a8_crlf(tmp_path: Path, tokenizer_folder: Path) -> None:
 
 
 def test_fault_a8_panels_are_never_converted_on_checkout() -> None:
-    """FAULTS A 8: git leaves panels alone on every system."""
+    """Git leaves panels alone on every system."""
     attributes = (Path(__file__).parents[2] / ".gitattributes").read_text()
     assert re.search(r"^panels/\*\* +-text$", attributes, flags=re.MULTILINE)
 
@@ -228,7 +228,7 @@ def test_one_panel_holds_seals_for_several_tokenizers(panel: Path, tmp_path: Pat
 
 
 def test_fault_a52_another_tokenizer_is_refused_with_both_digests(panel: Path, tmp_path: Path) -> None:
-    """FAULTS A 52 and 7: two tokenizers of one class are two tokenizers."""
+    """Two tokenizers of one class are two tokenizers."""
     loaded = load_panel(panel)
     other = make_tokenizer(tmp_path / "other", words_seed=5)
     with pytest.raises(PanelError) as caught:
@@ -238,7 +238,7 @@ def test_fault_a52_another_tokenizer_is_refused_with_both_digests(panel: Path, t
 
 
 def test_fault_b14_identity_is_content_not_name(panel: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
-    """FAULTS B 14: the same tokenizer under another name is the same; its name does not break the seal."""
+    """The same tokenizer under another name is the same; its name does not break the seal."""
     renamed = tmp_path / "renamed"
     shutil.copytree(tokenizer_folder, renamed)
     loaded: Panel = load_panel(panel)
@@ -287,7 +287,7 @@ def test_command_seal(panel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_fault_b54_thirteen_words_in_a_row_flag_a_row(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FAULTS B 54: a quotation of 13 words from calibration text flags the row, 12 words do not."""
+    """A quotation of 13 words from calibration text flags the row, 12 words do not."""
     panel = make_panel(tmp_path / "p", files=FILES, tokenizer=str(tokenizer_folder))
     quoted_row = next(row for row in build_panel(panel).rows if row.document == "2.txt").index
     text = words(60, 2).split()

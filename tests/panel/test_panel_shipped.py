@@ -73,7 +73,7 @@ def test_open_panel_is_built_again_exactly(tmp_path: Path) -> None:
 
 
 def test_smollm2_is_what_its_gguf_says(tmp_path: Path) -> None:
-    """MODELS_AND_DATA 0: transformers versions disagree about BOS and EOS of this file."""
+    """transformers versions disagree about BOS and EOS of this file."""
     tokenizer = load_tokenizer(SMOLLM2)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, adds_bos(tokenizer)) == (1, 2, False)
     digest = tokenizer_digest(tokenizer)

@@ -176,7 +176,7 @@ def test_a_wheel_is_fetched_by_hash_once(offline_index: Path, monkeypatch: pytes
 
 
 def test_fault_b40_a_damaged_archive_is_fetched_again(offline_index: Path) -> None:
-    """FAULTS B 40: a file with the right name and wrong bytes is never used."""
+    """A file with the right name and wrong bytes is never used."""
     source = wheel_source(offline_index)
     kept = cache_folder() / str(source.archive_sha256) / offline_index.name
     kept.parent.mkdir(parents=True)

@@ -59,7 +59,7 @@ def test_digest_follows_what_makes_other_ids(tokenizer_folder: Path, change: Any
 
 
 def test_fault_a1_bos_policy_is_part_of_the_digest(tmp_path: Path) -> None:
-    """FAULTS A 1: the same vocabulary with and without a BOS in front."""
+    """The same vocabulary with and without a BOS in front."""
     plain, bos = make_tokenizer(tmp_path / "a"), make_tokenizer(tmp_path / "b", add_bos=True)
     assert not adds_bos(load_tokenizer(plain))
     assert adds_bos(load_tokenizer(bos))

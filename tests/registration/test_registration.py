@@ -183,7 +183,7 @@ def test_lead_time() -> None:
 
 
 def test_another_limit_is_a_deviation(panel: Path) -> None:
-    """Fault B47: "Quick MMLU" was the first 20 of each subject of a registered full run."""
+    """ "Quick MMLU" was the first 20 of each subject of a registered full run."""
     assert task_deviations(registered(panel), {"mmlu": 20, "arc": None}) == [
         "task gpqa is registered and was not run",
         "task arc was run and is not registered",

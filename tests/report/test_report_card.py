@@ -100,7 +100,7 @@ def test_published_numbers_digit_for_digit(published: list[Path]) -> None:
 
 @needs_reference
 def test_a_metric_that_got_worse_is_on_the_card(published: list[Path]) -> None:
-    """FAULTS B 48: the larger maximum is called worse, not "about equal"."""
+    """The larger maximum is called worse, not "about equal"."""
     block = build_card(collect(published), Options(decimals=5), pictures=[]).block
     assert "**Got worse**: KL max (lower bound) (13.73 to 14.23)." in block
     assert table_rows(block)["KL max (lower bound)"][-1] == "description, worse"
@@ -123,7 +123,7 @@ def test_lower_bounds_say_so_everywhere(published: list[Path]) -> None:
 
 @needs_reference
 def test_a_lower_bound_and_an_exact_value_get_a_table_each(published: list[Path], runs: list[Path]) -> None:
-    """FAULTS A 58, B 9, B 10: another panel, lane or estimator never shares a table."""
+    """Another panel, lane or estimator never shares a table."""
     block = build_card(collect([published[0], *runs, published[2]]), Options(subject="mixed"), pictures=[]).block
     titles = re.findall(r"^### (.*)$", block, re.MULTILINE)
     assert titles == ["toy-panel, weights lane, exact", "g4-32x2048, served lane, lower bound"]
@@ -133,7 +133,7 @@ def test_a_lower_bound_and_an_exact_value_get_a_table_each(published: list[Path]
 
 
 def test_another_panel_is_another_table(runs: list[Path], tmp_path: Path) -> None:
-    """FAULTS B 10: the same artifact on another panel has another number."""
+    """The same artifact on another panel has another number."""
     frame = make_frame(rows=4, length=33)
     measurement = write_run(tmp_path / "x", frame, name="elsewhere")
     panel = measurement.panel.model_copy(update={"sha256": "9" * 64, "name": "other-panel"})
@@ -149,7 +149,7 @@ def test_another_panel_is_another_table(runs: list[Path], tmp_path: Path) -> Non
 
 
 def test_every_metric_of_the_comparison_is_a_row(runs: list[Path], card: Path) -> None:
-    """FAULTS B 48: nothing is left out."""
+    """Nothing is left out."""
     found = compare(runs)
     rows = table_rows((card / "README.md").read_text())
     from harness.report.card_tables import LABELS
@@ -172,7 +172,7 @@ def test_sections_and_paragraphs(card: Path) -> None:
 
 
 def test_pictures_are_there_in_both_themes_and_formats(card: Path) -> None:
-    """FAULTS B 51: a README is never without its figures."""
+    """A README is never without its figures."""
     links = re.findall(r'src="([^"]+)"|srcset="([^"]+)"', (card / "README.md").read_text())
     files = [a or b for a, b in links]
     assert len(files) == 12
@@ -218,7 +218,7 @@ def test_floor_and_anchors_stand_beside_one_run(runs: list[Path], tmp_path: Path
 
 
 def test_registered_bars_and_deviations_are_on_the_card(runs: list[Path], tmp_path: Path) -> None:
-    """FAULTS B 47, B 48: a missed bar and a departure from the registration are printed."""
+    """A missed bar and a departure from the registration are printed."""
     found = compare(runs)
     from harness.compare.model import BarOutcome, Registered
 
@@ -257,7 +257,7 @@ def test_unknown_subject_and_missing_receipts(runs: list[Path]) -> None:
 
 
 def test_check_finds_an_edited_number(card: Path, runs: list[Path], tmp_path: Path) -> None:
-    """FAULTS B 51: numbers are regenerated; a stale one is an error."""
+    """Numbers are regenerated; a stale one is an error."""
     copy = tmp_path / "card"
     shutil.copytree(card, copy)
     assert check_card(collect(runs), Options(), copy) == []
@@ -290,7 +290,7 @@ def test_renaming_the_runs_changes_nothing(runs: list[Path], card: Path, tmp_pat
 
 
 def test_no_path_or_host_in_anything_that_is_published(card: Path, runs: list[Path]) -> None:
-    """FAULTS B 51: scan of every file of the card, pictures too."""
+    """Scan of every file of the card, pictures too."""
     secrets = {str(card), str(runs[0].parent), str(Path.home()), str(Path.cwd())}
     host = re.compile(rb"\b" + re.escape(socket.gethostname().encode()) + rb"\b")
     for file in sorted(card.rglob("*")):

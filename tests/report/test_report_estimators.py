@@ -194,7 +194,7 @@ def test_the_terminal_shows_masses_and_the_floor(runs: dict[str, Path]) -> None:
 
 
 def test_a_weights_lane_number_is_never_called_a_bound(runs: dict[str, Path]) -> None:
-    """Fault B11: no directional claim about what is not a bound."""
+    """No directional claim about what is not a bound."""
     report = text_of(runs["exact"]).lower()
     assert "lower bound" not in report and "at least" not in report and "captured" not in report
 
@@ -231,7 +231,7 @@ def test_an_unknown_choice_is_no_disagreement(tmp_path: Path) -> None:
 
 
 def test_one_column_an_estimator(runs: dict[str, Path]) -> None:
-    """Fault B9: exact, lower bound and estimate of one candidate stand in columns of their own."""
+    """Exact, lower bound and estimate of one candidate stand in columns of their own."""
     columns = columns_of(load_runs([runs["drawn"], runs["exact"], runs["100"]]))
     assert [c.kind for c in columns] == ["exact", "lower bound", "lower bound", "estimate"]
     found = table(columns)
@@ -302,7 +302,7 @@ def test_what_k_costs_and_its_picture(runs: dict[str, Path], tmp_path: Path) -> 
 
 
 def test_an_upper_bound_needs_an_assumption(runs: dict[str, Path]) -> None:
-    """STATS 11 (d), (e): no finite upper bound from known tokens alone; under a range R it is bound + p_T R^2 / 8."""
+    """No finite upper bound from known tokens alone; under a range R it is bound + p_T R^2 / 8."""
     plain = estimators([runs["exact"], runs["20"]])
     assert not any(row[0].startswith("at most") for row in plain.tables[0].rows)
     assert any("No upper bound follows" in text for text in plain.sentences)
@@ -358,7 +358,7 @@ def test_exact_comparisons_do_not_speak_of_tails(runs: dict[str, Path], tmp_path
 
 
 def test_bounds_of_another_k_or_way_are_refused(runs: dict[str, Path]) -> None:
-    """STATS 11: never two lower bounds of different k."""
+    """Never two lower bounds of different k."""
     with pytest.raises(IncomparableError, match=r"scoring \(k\): 20 and 100") as refused:
         compare([runs["20"], runs["100"]])
     assert "same --k" in refused.value.repair

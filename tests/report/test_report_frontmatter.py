@@ -67,7 +67,7 @@ Some text with --- in it.
 
 
 def test_round_trip_is_deep_equal() -> None:
-    """FAULTS A 71, B 50: render, read with the Hub's own reader, compare."""
+    """Render, read with the Hub's own reader, compare."""
     readme = merged_readme(None, "block", keys())
     front, _ = split_readme(readme)
     read = ModelCard(readme).data.to_dict()
@@ -77,7 +77,7 @@ def test_round_trip_is_deep_equal() -> None:
 
 
 def test_two_panels_and_a_bound_stay_apart_in_one_entry() -> None:
-    """FAULTS B 50: the Hub merges results by task, dataset type, config, split and revision, so these must differ."""
+    """The Hub merges results by task, dataset type, config, split and revision, so these must differ."""
     bound = result(estimator="lower_bound", lane="served", values={"kl_divergence_lower_bound": 0.3})
     index = keys(result(), result(panel="other"), bound)["model-index"]
     assert len(index) == 1  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_two_panels_and_a_bound_stay_apart_in_one_entry() -> None:
     ],
 )
 def test_what_yaml_would_spoil_fails_the_render(bad: object, name: str) -> None:
-    """FAULTS A 71: None, NaN and numpy scalars never reach a README."""
+    """None, NaN and numpy scalars never reach a README."""
     with pytest.raises(Refused, match=name):
         require_plain({"results": [1, "a", bad]})
     with pytest.raises(Refused):
@@ -117,7 +117,7 @@ def test_a_nonfinite_kl_cannot_be_carded() -> None:
     "text", ["12345678901234567890", "1e5", "0x1f", "true", "null", "1_000", "2026-01-01", "12e34"]
 )
 def test_text_stays_text_in_any_yaml_reader(text: str) -> None:
-    """FAULTS B 50: a digits-only revision must not become a number."""
+    """A digits-only revision must not become a number."""
     written = dump({"revision": text})
     assert yaml.safe_load(written) == {"revision": text}
     assert written.strip() == f"revision: '{text}'"
@@ -172,7 +172,7 @@ def test_windows_line_ends_stay() -> None:
     ],
 )
 def test_a_readme_that_cannot_be_merged_is_refused_with_a_repair(readme: str, what: str) -> None:
-    """FAULTS B 50: two model-index entries collapse on the Hub; they are refused here."""
+    """Two model-index entries collapse on the Hub; they are refused here."""
     with pytest.raises((UsageError, Refused), match=what) as error:
         merged_readme(readme, "block", keys())
     assert error.value.repair

@@ -67,13 +67,13 @@ def test_the_report_states_how_and_what_not(report: str) -> None:
 
 
 def test_a_maximum_never_has_an_interval(report: str) -> None:
-    """FAULTS A 67: value, place and N, never an interval or a rank."""
+    """Value, place and N, never an interval or a rank."""
     line = next(line for line in report.splitlines() if "max, nats" in line)
     assert "a maximum has none" in line and "[" not in line
 
 
 def test_lower_bound_appears_only_where_the_estimator_is_one(report: str, tmp_path: Path) -> None:
-    """FAULTS B 11: a weights-only KL is not called a bound of the served one."""
+    """A weights-only KL is not called a bound of the served one."""
     assert "lower bound" not in report and "at least" not in report
     write_run(tmp_path, make_frame(rows=3), estimator="lower_bound", lane="served")
     bound = text_of(tmp_path)
@@ -90,7 +90,7 @@ def test_self_compare_is_zero_everywhere(tmp_path: Path) -> None:
 
 
 def test_small_negative_kl_is_counted_and_shown_raw(tmp_path: Path) -> None:
-    """FAULTS A 24: never clamped before averaging, counted, printed with its sign."""
+    """Never clamped before averaging, counted, printed with its sign."""
     frame = make_frame(rows=2, noise=0.0)
     frame["kl"] = -3e-7
     write_run(tmp_path, frame)
@@ -100,7 +100,7 @@ def test_small_negative_kl_is_counted_and_shown_raw(tmp_path: Path) -> None:
 
 
 def test_partial_and_nonfinite_runs_say_so(tmp_path: Path) -> None:
-    """FAULTS A 29: NaN and inf are named and counted; a partial run is labelled in text and pictures."""
+    """NaN and inf are named and counted; a partial run is labelled in text and pictures."""
     frame = make_frame(rows=1)
     frame.loc[3, "kl"], frame.loc[5, "kl"] = np.nan, np.inf
     measurement = write_run(tmp_path, frame, status="partial", rows_planned=32)
@@ -149,7 +149,7 @@ def test_same_numbers_same_bytes_in_another_process(run: Path, report: str, tmp_
 
 
 def test_no_path_or_host_in_any_output(run: Path, report: str) -> None:
-    """FAULTS B 51: nothing of this machine is in what a report says."""
+    """Nothing of this machine is in what a report says."""
     import socket
 
     for secret in (str(run), str(Path.home()), str(Path.cwd()), socket.gethostname()):

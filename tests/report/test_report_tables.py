@@ -49,7 +49,7 @@ def test_confidence_buckets_hold_every_position_once(frame: pd.DataFrame) -> Non
 
 
 def test_kl_that_grows_along_the_row_is_called_out() -> None:
-    """FAULTS A 43: an arm whose KL grows with position gives deciles and a flagged slope."""
+    """An arm whose KL grows with position gives deciles and a flagged slope."""
     frame = make_frame(rows=8, length=257, ramp=2.0)
     found = tables.slope(frame, frame["row"].to_numpy(), "row")
     assert found is not None and found.rising and found.ratio > 1.5
@@ -69,7 +69,7 @@ def test_one_row_has_a_slope_and_no_flag() -> None:
 
 
 def test_p999_of_2047_positions_is_withheld() -> None:
-    """FAULTS B 25: too few positions lie beyond it."""
+    """Too few positions lie beyond it."""
     frame = make_frame(rows=1, length=2048)
     found = tables.quantiles(frame, frame["row"].to_numpy(), "row")
     assert not found["p99.9"].has_interval
@@ -77,7 +77,7 @@ def test_p999_of_2047_positions_is_withheld() -> None:
 
 
 def test_nonfinite_positions_stay_in_the_mean_and_take_its_interval() -> None:
-    """FAULTS A 29: never null, never 0, never dropped."""
+    """Never null, never 0, never dropped."""
     frame = make_frame(rows=4)
     frame.loc[3, "kl"] = np.inf
     domain_rows = frame["row"].to_numpy()

@@ -71,7 +71,7 @@ def test_other_items_than_the_teachers_are_a_note(tmp_path: Path) -> None:
 
 
 def test_a_teacher_of_another_benchmark_is_refused(tmp_path: Path) -> None:
-    """FAULTS A 69."""
+    """Another number of shots is another benchmark."""
     folders = three(tmp_path)
     run(tmp_path, *TEACHER, OF_TEACHER, leaf={"num_fewshot": 5})
     with pytest.raises(IncomparableError, match="num_fewshot of x is 5 for t-run, 0 for a-run"):
@@ -98,7 +98,7 @@ def test_notes_that_all_share_stand_once(tmp_path: Path) -> None:
 
 
 def test_development_questions_are_not_called_the_benchmark(tmp_path: Path) -> None:
-    """FAULTS A 69: neither on the card nor for the Hub."""
+    """Neither on the card nor for the Hub."""
     rows = {"mmlu": [outcome_item("mmlu", n, n % 2 == 0) for n in range(8)]}
     folder = write_run(tmp_path / "a", "a", rows, leaf={"data": "wheel"})
     table = task_table(load_tasks([folder]), ARMS, "a")

@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_published_accuracies_digit_for_digit_and_undecided(folders: dict[str, Path]) -> None:
-    """FAULTS B 26: 951 against 953 of 1,140 and 86 against 87 of 198 are not distinguishable."""
+    """951 against 953 of 1,140 and 86 against 87 of 198 are not distinguishable."""
     published = json.loads((REFERENCE / "expected.json").read_text())["published_strings"]
     table = task_table(load_tasks([folders["a0"], folders["mosaic12l"]]), ARMS, "mosaic12l")
     assert table is not None
@@ -53,7 +53,7 @@ def test_published_accuracies_digit_for_digit_and_undecided(folders: dict[str, P
 
 
 def test_metrics_that_disagree_are_all_shown_without_a_winner(folders: dict[str, Path]) -> None:
-    """FAULTS B 27: MMLU says f216, GPQA says e216, both within noise."""
+    """MMLU says f216, GPQA says e216, both within noise."""
     table = task_table(load_tasks([folders["e216"], folders["f216"]]), ARMS, "f216")
     assert table is not None
     assert [line.difference[0] for line in table.lines] == ["+", "-"]
@@ -104,7 +104,7 @@ def test_same_items_are_paired_and_flips_counted(folders: dict[str, Path], tmp_p
 
 
 def test_deviations_from_the_suite_are_printed(folders: dict[str, Path]) -> None:
-    """FAULTS B 47: another limit than planned stands on the card."""
+    """Another limit than planned stands on the card."""
     run = load_tasks([folders["a0"]])[0]
     receipt = run.receipt.model_copy(update={"deviations": ["mmlu: the first 20 documents, the suite says all"]})
     table = task_table([TaskFolder(folder=folders["a0"], receipt=receipt)], ARMS, "a0")
@@ -129,7 +129,7 @@ def test_tasks_of_another_model_are_refused(folders: dict[str, Path]) -> None:
 
 
 def test_card_with_tasks_is_written_checked_and_verified(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The card of the mosaic with its benchmarks; no text of a question is in any file (FAULTS B 49)."""
+    """The card of the mosaic with its benchmarks; no text of a question is in any file."""
     names = ["a0", "mosaic12l"]
     runs = import_files([REFERENCE / "panel" / f"{name}.json" for name in names], tmp_path / "g4", names)
     tasks = [folders[name] for name in names]

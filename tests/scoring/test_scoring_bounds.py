@@ -78,7 +78,7 @@ def test_chain_rule(pair: tuple[np.ndarray, np.ndarray], k: int) -> None:
 
 
 def test_the_worked_example_of_a_renormalised_top_2() -> None:
-    """Fault A15: the tails are equal, so the bound is the KL, 0.4159; renormalising gives 0.8318, which is no bound."""
+    """The tails are equal, so the bound is the KL, 0.4159; renormalising gives 0.8318, which is no bound."""
     lp, lq = np.log([[0.4, 0.1, 0.25, 0.25]]), np.log([[0.1, 0.4, 0.25, 0.25]])
     known = np.array([[True, True, False, False]])
     assert kl(lp, lq)[0] == pytest.approx(0.415888, abs=1e-6)

@@ -158,7 +158,7 @@ def test_capture_numbers_are_the_score_s() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_hidden_state(value: float) -> None:
-    """A27: its position is NaN and counted, soft-cap or not; its neighbours keep their digits."""
+    """Its position is NaN and counted, soft-cap or not; its neighbours keep their digits."""
     for name in ("bf16", "scale and soft-cap"):
         teacher = states(14, 20)
         broken = near(teacher, 15, 0.1)
@@ -176,7 +176,7 @@ def test_a_broken_hidden_state(value: float) -> None:
 
 
 def test_bf16_head_is_never_rounded_to_bf16_logits() -> None:
-    """A22: fp32 logits of a bf16 head keep differences that bf16 logits lose; a KL of 1e-5 survives."""
+    """fp32 logits of a bf16 head keep differences that bf16 logits lose; a KL of 1e-5 survives."""
     teacher = states(16, 50)
     candidate, head = near(teacher, 17, 0.01), HEADS["bf16"]
     found = score_hidden(teacher, candidate, np.zeros(50, int), teacher_head=head, candidate_head=head)

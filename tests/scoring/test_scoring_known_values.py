@@ -24,7 +24,7 @@ def one(p: list[float], q: list[float], target: int = 0) -> Scores:
 
 
 def test_direction_is_teacher_to_candidate() -> None:
-    """A25, B6: KL((.9,.1) || (.5,.5)) is 0.368064, the other way 0.510826."""
+    """KL((.9,.1) || (.5,.5)) is 0.368064, the other way 0.510826."""
     scores = one([0.9, 0.1], [0.5, 0.5])
     assert scores.kl[0] == pytest.approx(0.368064, abs=1e-6)
     assert scores.kl_reverse[0] == pytest.approx(0.510826, abs=1e-6)
@@ -58,7 +58,7 @@ def test_teacher_target_zero_is_infinite_nll() -> None:
 
 
 def test_no_broadcast_and_no_empty_row() -> None:
-    """A25: (T,V) against (1,V) and T = 0 are errors."""
+    """(T,V) against (1,V) and T = 0 are errors."""
     with pytest.raises(ScoreError, match="3 positions, the candidate 1"):
         score_logits(torch.zeros(3, 4), torch.zeros(1, 4), np.zeros(3, int))
     with pytest.raises(ScoreError, match="no position"):
@@ -66,7 +66,7 @@ def test_no_broadcast_and_no_empty_row() -> None:
 
 
 def test_nan_positions_are_counted_never_dropped() -> None:
-    """A27: one NaN entry makes its position NaN and leaves the others alone."""
+    """One NaN entry makes its position NaN and leaves the others alone."""
     teacher, candidate = torch.zeros(3, 5), torch.zeros(3, 5)
     candidate[1, 2] = math.nan
     scores = score_logits(teacher, candidate, np.zeros(3, int))
@@ -78,7 +78,7 @@ def test_nan_positions_are_counted_never_dropped() -> None:
 
 
 def test_ties() -> None:
-    """A32: teacher's tops are ids 3 and 9; the candidate chooses 9."""
+    """Teacher's tops are ids 3 and 9; the candidate chooses 9."""
     teacher, candidate = torch.zeros(1, 12), torch.zeros(1, 12)
     teacher[0, [3, 9]] = 5.0
     candidate[0, 9] = 5.0
@@ -88,7 +88,7 @@ def test_ties() -> None:
 
 
 def test_padding_is_outside_the_softmax() -> None:
-    """A13, B8: 5 % of the candidate's mass on padding is reported; the scores renormalise without it."""
+    """5 % of the candidate's mass on padding is reported; the scores renormalise without it."""
     teacher = logits([0.5, 0.3, 0.2, 0.0])
     candidate = logits([0.45, 0.25, 0.25, 0.05])
     scores = score_logits(teacher, candidate, np.array([0]), vocab_size=3)
@@ -99,7 +99,7 @@ def test_padding_is_outside_the_softmax() -> None:
 
 
 def test_widths_differ_beyond_a_declared_vocabulary() -> None:
-    """A13: 8 against 6 columns is an error until 6 is declared."""
+    """8 against 6 columns is an error until 6 is declared."""
     wide, narrow = torch.zeros(1, 8), torch.zeros(1, 6)
     with pytest.raises(ScoreError, match="vocabulary of 8, the candidate 6"):
         score_logits(wide, narrow, np.array([0]))
@@ -113,7 +113,7 @@ def head(weight: torch.Tensor, **kwargs: object) -> Head:
 
 
 def test_own_heads_show_a_quantised_head() -> None:
-    """B3: equal hidden states, a rounded head: zero through a shared head, positive through each one's own."""
+    """Equal hidden states, a rounded head: zero through a shared head, positive through each one's own."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(7, 32, generator=generator).bfloat16()
     weight = torch.randn(50, 32, generator=generator)
@@ -126,7 +126,7 @@ def test_own_heads_show_a_quantised_head() -> None:
 
 
 def test_a_padding_column_is_never_top() -> None:
-    """B8: the largest logit of all lies on padding; no choice, tie or rank sees it."""
+    """The largest logit of all lies on padding; no choice, tie or rank sees it."""
     teacher, candidate = torch.zeros(1, 40), torch.zeros(1, 40)
     teacher[0, 5] = candidate[0, 5] = 2.0
     teacher[0, 33] = candidate[0, 33] = 9.0
@@ -136,7 +136,7 @@ def test_a_padding_column_is_never_top() -> None:
 
 
 def test_centred_half_logits_are_fine_enough_to_store() -> None:
-    """A23: the capture's fp16 of (logit - largest) against the logits themselves, log-probabilities down to -40."""
+    """The capture's fp16 of (logit - largest) against the logits themselves, log-probabilities down to -40."""
     teacher = torch.linspace(-40, 0, 5000).repeat(2, 1) + torch.tensor([[0.0], [17.3]])
     stored = (teacher - teacher.amax(-1, keepdim=True)).half()
     scores = score_logits(teacher, stored, np.array([0, 4999]))
@@ -145,7 +145,7 @@ def test_centred_half_logits_are_fine_enough_to_store() -> None:
 
 
 def test_a_tiny_kl_is_kept_raw_and_not_negative_beyond_rounding() -> None:
-    """A24: differences of one unit in the last place; nothing is clamped, nothing is below -1e-15."""
+    """Differences of one unit in the last place; nothing is clamped, nothing is below -1e-15."""
     generator = torch.Generator().manual_seed(3)
     teacher = torch.randn(200, 3000, generator=generator) * 3
     candidate = torch.nextafter(teacher, torch.full_like(teacher, math.inf))
@@ -154,7 +154,7 @@ def test_a_tiny_kl_is_kept_raw_and_not_negative_beyond_rounding() -> None:
 
 
 def test_masks_of_finite_size() -> None:
-    """A16: the least fp32 number and -1e4 as masks: a probability of zero, never a term of p times 1e38 or 1e4."""
+    """The least fp32 number and -1e4 as masks: a probability of zero, never a term of p times 1e38 or 1e4."""
     teacher = torch.randn(3, 2000, generator=torch.Generator().manual_seed(4))
     masked = teacher.clone()
     masked[:, 100:140] = torch.finfo(torch.float32).min

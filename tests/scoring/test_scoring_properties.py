@@ -88,7 +88,7 @@ def test_itself(pair: tuple[torch.Tensor, torch.Tensor, np.ndarray]) -> None:
 @given(pairs(), st.integers(0, 2**32 - 1), st.sampled_from([np.nan, np.inf]))
 @settings(max_examples=100, deadline=None)
 def test_nonfinite_entries(pair: tuple[torch.Tensor, torch.Tensor, np.ndarray], seed: int, value: float) -> None:
-    """A27: NaN and +inf are counted where they are; the other side and the other row keep their numbers."""
+    """NaN and +inf are counted where they are; the other side and the other row keep their numbers."""
     teacher, candidate, targets = (pair[0].clone(), pair[1].clone(), pair[2])
     rng = np.random.default_rng(seed)
     side = (teacher, candidate)[rng.integers(2)]
@@ -119,7 +119,7 @@ HARD = {
 
 @pytest.mark.parametrize("name", HARD)
 def test_hard_rows_against_mpmath(name: str) -> None:
-    """The two-pass difference of log-probabilities has no correct digit left in several of these (PERF: 9.9 to 5e4)."""
+    """The two-pass difference of log-probabilities has no correct digit left in several of these."""
     offset, sigma = HARD[name]
     teacher = rows_like_a_model(2, 1500, 3)
     noise = np.random.default_rng(4).standard_normal(teacher.shape) * sigma
@@ -130,7 +130,7 @@ def test_hard_rows_against_mpmath(name: str) -> None:
 
 
 def test_wide_vocabulary_near_zero() -> None:
-    """B5: V = 50,000 and near-equal rows; fp32 reductions gave -8e-7 where the truth is 2e-8."""
+    """V = 50,000 and near-equal rows; fp32 reductions gave -8e-7 where the truth is 2e-8."""
     teacher = rows_like_a_model(3, 50_000, 5)
     candidate = (teacher + np.random.default_rng(6).standard_normal(teacher.shape) * 5e-4).astype(np.float32)
     found = score_logits(torch.from_numpy(teacher), torch.from_numpy(candidate), np.zeros(3, int))
@@ -140,7 +140,7 @@ def test_wide_vocabulary_near_zero() -> None:
 
 
 def test_long_sums() -> None:
-    """A31: 2,000,000 equal entries; a running fp32 sum would stop at 2**24 / V of itself."""
+    """2,000,000 equal entries; a running fp32 sum would stop at 2**24 / V of itself."""
     width = 2_000_000
     scores = score_logits(torch.full((1, width), 3.7), torch.full((1, width), -1.0), np.array([width - 1]))
     assert scores.entropy_teacher[0] == pytest.approx(np.log(width), rel=5e-8)
@@ -149,7 +149,7 @@ def test_long_sums() -> None:
 
 
 def test_bf16_logits_tie() -> None:
-    """A22: 20.06 and 20.00 are apart in fp32 and one number in bf16 (its step there is 0.125)."""
+    """20.06 and 20.00 are apart in fp32 and one number in bf16 (its step there is 0.125)."""
     logits = torch.zeros(1, 40)
     logits[0, 7], logits[0, 3] = 20.06, 20.0
     fine = score_logits(logits, logits, np.array([0]))

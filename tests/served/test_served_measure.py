@@ -102,7 +102,7 @@ def test_seeds_decide_the_digits(ask: Any, model: Any) -> None:
 
 
 def test_a_server_that_dies_is_gone_on_with(ask: Any, model: Any) -> None:
-    """FAULTS A 39, B 35: rows that came are kept, nothing is scored of the rest, and the digits are the same."""
+    """Rows that came are kept, nothing is scored of the rest, and the digits are the same."""
     with serving(MockVllm(numbers=Numbers(model), fixed_ids=403)) as url:
         whole = measure_served(ask(url, "whole"))
     faults = Faults(delay=0.1)
@@ -134,7 +134,7 @@ def _dies_once_there_are(count: int, rows: Path, faults: Faults, numbers: Number
 
 
 def test_the_floor_is_said(ask: Any, model: Any, teacher_folder: Path, tmp_path: Path) -> None:
-    """The teacher behind the same server against itself; a floor of another question is refused (FAULTS B 20)."""
+    """The teacher behind the same server against itself; a floor of another question is refused."""
     teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=model.dtype).eval()
     with serving(MockVllm(numbers=Numbers(teacher), fixed_ids=403)) as url:
         floor = measure_served(floor_request(ask(url, "floor")))

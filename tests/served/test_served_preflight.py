@@ -192,7 +192,7 @@ def test_numbers_that_are_only_in_a_later_answer_are_looked_at_too():
 
 
 def test_small_noise_is_told_not_refused():
-    """FAULTS A 34, A 40: what is not bit-equal has its largest difference, and where it is, in the line."""
+    """What is not bit-equal has its largest difference, and where it is, in the line."""
     found = check(Server(on_logits=remembers(0.01)))["the same row twice"]
     assert not found.passed and found.figure.startswith("max |difference| 0.0") and "noise" in found.note
     exact = log_softmax(logits_of(ROWS[1].ids_T[:240]))
@@ -221,14 +221,14 @@ def test_small_noise_is_told_not_refused():
     ],
 )
 def test_caps_and_settings_are_refused_before_anything_is_sent(server, message):
-    """FAULTS A 17, A 10, A 35."""
+    """A cap on k, a context too short, and speculative decoding are known before a row is sent."""
     with pytest.raises(EngineError, match=message):
         check(server)
     assert server.requests == []
 
 
 def test_what_a_server_does_not_tell_is_unproven():
-    """FAULTS B 32: a missing field is never 0."""
+    """A missing field is never 0."""
     server = Server(context=None, max_logprobs=None, settings={"speculative": UNKNOWN}, fixed_ids=False)
     server.on_answer = lambda request, answer: replace(answer, cached_tokens=None)
     found = check(server)
@@ -247,7 +247,7 @@ def test_sglang_gets_its_own_option():
 
 
 def test_a_row_with_cached_tokens_is_named_among_good_ones():
-    """FAULTS B 32: 64 tokens on row 3."""
+    """64 tokens on row 3."""
     good = [
         replace(Server().answer(counting(80), Request(counting(80).ids_T, 0, 0, 1), 4, None), index=i) for i in range(5)
     ]
@@ -269,7 +269,7 @@ def test_every_row_of_a_panel_can_be_looked_at_alone():
 
 
 def test_asked_ids_that_are_left_out_or_mixed_up_are_refused():
-    """FAULTS A 20."""
+    """A number for another id than the one asked for would pass for it."""
 
     def left_out(answer: ServedRow) -> ServedRow:
         return replace(answer, asked_TM=None if answer.asked_TM is None else answer.asked_TM * np.nan)
@@ -284,7 +284,7 @@ def test_asked_ids_that_are_left_out_or_mixed_up_are_refused():
 
 
 def test_mass_beyond_the_tokenizer_is_told():
-    """FAULTS A 13: columns past the tokenizer that a candidate gives probability to."""
+    """Columns past the tokenizer that a candidate gives probability to."""
     honest = check(Server(), tokenizer_size=V)["ids of the vocabulary"]
     assert honest.passed and honest.figure.endswith("at most 0")
     server = Server(on_logits=lambda _, x: np.concatenate([x[:, :-1], x.max(1, keepdims=True)], axis=1))
@@ -297,7 +297,7 @@ def test_mass_beyond_the_tokenizer_is_told():
 
 @pytest.mark.parametrize(("step", "power"), [(2**-3, 3), (2**-6, 6), (None, None)])
 def test_rounded_logits_show(step, power):
-    """ENGINES 9.6: logits on a grid of bf16 (magnitude 16 to 32) or fp16, and float32."""
+    """Logits on a grid of bf16 (magnitude 16 to 32) or fp16, and float32."""
     rounded = same if step is None else lambda _, logits_TV: np.round(logits_TV / step) * step
     row = ROWS[1]
     answer = Server(on_logits=rounded).answer(row, Request(row.ids_T, 0, 0, 1), 20, None)
@@ -314,7 +314,7 @@ def test_another_model_than_the_teachers_is_refused():
 
 
 def test_a_shared_server_is_contaminated_not_refused():
-    """FAULTS B 36."""
+    """Requests of others may move digits, and do not make them wrong."""
     counts = iter([0, 3])
     found = check(Server(), load=lambda: next(counts))["nobody else uses the server"]
     assert not found.passed and found.figure == "3 other requests" and found.note.startswith("contaminated")
@@ -342,7 +342,7 @@ def test_an_examination_ends_where_answers_are_not_the_rows():
 
 
 def test_a_server_that_crashes_on_a_shared_prefix_says_so():
-    """FAULTS A 33: prefix caching and prompt log-probabilities."""
+    """Prefix caching and prompt log-probabilities."""
 
     def crash(request: Request, answer: ServedRow) -> ServedRow:
         if request.number:

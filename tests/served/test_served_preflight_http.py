@@ -108,14 +108,14 @@ def test_every_check_passes_on_an_honest_server(make, model, rows):
 
 
 def test_the_whole_vocabulary_adds_up_to_one(model, rows):
-    """FAULTS A 36: where every id is known."""
+    """Where every id is known."""
     found = check(vllm(model), rows, k=VOCAB)["sum of probabilities"].figure
     assert [float(word) for word in found.replace(",", "").split()[1::2]] == pytest.approx([1, 1, 1], abs=1e-5)
 
 
 @pytest.mark.parametrize("make", [vllm, sglang])
 def test_tokens_that_a_server_masks(make, model, rows):
-    """FAULTS A 16: -9999 and -3.4e38 are "not observed" in a list, and refused for a row's own token."""
+    """-9999 and -3.4e38 are "not observed" in a list, and refused for a row's own token."""
     own, other = int(rows[0].ids_T[6]), 250
     assert other not in np.concatenate([row.ids_T for row in rows])
     found = check(make(model, masked=[other]), rows, k=VOCAB)["finite log-probabilities"]
@@ -181,14 +181,14 @@ def test_each_fault_is_refused_in_one_line_with_its_repair(make, fault, model, r
 
 @pytest.mark.parametrize("make", [vllm, sglang])
 def test_noise_of_an_engine_is_told_with_its_figure(make, model, rows):
-    """FAULTS A 34, A 40."""
+    """What came before, or what runs beside, may move a row: that is its floor, not a fault."""
     found = check(make(model, unsteady=True), rows)
     told = found["the same row twice"]
     assert not told.passed and 0.05 < float(told.figure.split()[2]) < 0.5 and "noise" in told.note
 
 
 def test_speculative_decoding_that_a_server_tells_is_refused(model, rows):
-    """FAULTS A 35: before a row is sent."""
+    """Before a row is sent."""
     mock = vllm(model)
     mock.settings["speculative_config"] = {"method": "eagle3"}
     with pytest.raises(EngineError, match=r"decodes speculatively \(eagle3\)\n.*without --speculative-config"):
@@ -201,13 +201,13 @@ def test_speculative_decoding_that_a_server_tells_is_refused(model, rows):
 
 
 def test_cached_tokens_that_are_not_reported_are_unproven(model, rows):
-    """FAULTS B 32: never 0."""
+    """Never 0."""
     found = check(vllm(model, cached_tokens=None), rows)["tokens taken from a prefix cache"]
     assert found.figure.startswith("unproven in ") and "--no-enable-prefix-caching" in found.note
 
 
 def test_a_server_that_crashes_with_a_shared_prefix(model, rows):
-    """FAULTS A 33: HTTP 500 on the second request."""
+    """HTTP 500 on the second request."""
     mock = sglang(model)
     original = mock.post
 
@@ -221,7 +221,7 @@ def test_a_server_that_crashes_with_a_shared_prefix(model, rows):
 
 
 def test_requests_of_others_are_read_from_metrics(model, rows):
-    """FAULTS B 36: content is right and the server is shared."""
+    """Content is right and the server is shared."""
     mock = Vllm(numbers=Numbers(model, Faults()))
     with serving(mock) as url:
         asked = connect("vllm", url, patience=SOON)

@@ -73,7 +73,7 @@ def test_the_gap_is_the_uncovered_mass_times_the_divergence_of_the_tails(small: 
 
 
 def test_sentinels_go_to_the_tail_and_nan_makes_a_position_invalid(small: Served) -> None:
-    """A16: -9999 and null arrive as -inf, so not observed; NaN makes the position invalid; no term of p times 9999."""
+    """-9999 and null arrive as -inf, so not observed; NaN makes the position invalid; no term of p times 9999."""
     row = small.panel.rows[0]
     answer = small.answer(row, 20)
     logprobs = answer.logprobs_TK.copy()

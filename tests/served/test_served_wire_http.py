@@ -92,7 +92,7 @@ def same(ours: list[ServedRow], theirs: list[ServedRow]) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_server_that_dies_keeps_what_it_gave_and_goes_on(concurrency: int, small_model: Any, rows: list[Row]) -> None:
-    """FAULTS B 35: rows before the death are good, the error says so, and the rest gives the same digits later."""
+    """Rows before the death are good, the error says so, and the rest gives the same digits later."""
     with vllm(small_model, Faults()) as (engine, _):
         whole = list(engine.run(rows, k=3))
     got = []
@@ -126,7 +126,7 @@ def test_an_answer_that_takes_too_long(small_model: Any, rows: list[Row]) -> Non
 
 
 def test_an_engine_that_crashes_at_log_probabilities(small_model: Any, rows: list[Row]) -> None:
-    """FAULTS A 33 and A 39: HTTP 500 at every try is told in the server's words, with what helps against no memory."""
+    """HTTP 500 at every try is told in the server's words, with what helps against no memory."""
     with vllm(small_model, Faults(statuses=[500] * 8), concurrency=1) as (engine, _):
         with pytest.raises(EngineError, match=r"row 0 \(HTTP 500: busy; 4 tries\)") as error:
             next(engine.run(rows, k=3))

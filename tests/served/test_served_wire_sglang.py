@@ -55,7 +55,7 @@ def test_log_probabilities_are_the_model_s_own(form: dict[str, Any], k: int, sma
 
 
 def test_one_list_for_all_positions_is_not_used(small_model: Any, rows: list[Row]) -> None:
-    """FAULTS A 20: ids of our choice cannot be asked a position at a time."""
+    """Ids of our choice cannot be asked a position at a time."""
     with serving(served(small_model)) as url:
         engine = connect("sglang", url, patience=QUICK)
         assert not engine.capabilities.fixed_ids and "one list for a whole request" in engine.capabilities.note
@@ -65,7 +65,7 @@ def test_one_list_for_all_positions_is_not_used(small_model: Any, rows: list[Row
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_sentinels_are_impossible_and_not_numbers(form: dict[str, Any], small_model: Any, rows: list[Row]) -> None:
-    """FAULTS A 16: the lowest float32 is -inf here."""
+    """The lowest float32 is -inf here."""
     never = int(rows[0].ids_T[3])
     with serving(served(small_model, Faults(masked=[never]), **form)) as url:
         answer = next(connect("sglang", url, patience=QUICK).run(rows, k=VOCAB))

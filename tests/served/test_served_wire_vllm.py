@@ -31,7 +31,7 @@ def served(model: Any, faults: Faults | None = None, **settings: Any) -> MockVll
 
 @pytest.mark.parametrize("k", [0, 1, 20, VOCAB])
 def test_prompt_logprobs_are_the_model_s_own(k: int, small_model: Any, rows: list[Row]) -> None:
-    """Targets and top k at every position, against float64 from the model (FAULTS A 18: k or k + 1 entries)."""
+    """Targets and top k at every position, against float64 from the model (k or k + 1 entries)."""
     mock = served(small_model)
     with serving(mock) as url:
         answers = list(connect("vllm", url, patience=QUICK).run(rows, k=k))
@@ -122,7 +122,7 @@ def test_chosen_ids_need_an_echo(small_model: Any) -> None:
     ],
 )
 def test_what_is_no_answer_is_refused(faults: Faults, message: str, small_model: Any, rows: list[Row]) -> None:
-    """FAULTS A 16: with row and position, never a number in its place."""
+    """With row and position, never a number in its place."""
     with serving(served(small_model, faults, fixed_ids=404)) as url, pytest.raises(EngineError, match=message):
         list(connect("vllm", url, patience=QUICK).run(rows, k=5))
 
@@ -140,7 +140,7 @@ def test_a_chosen_id_that_is_nan(small_model: Any, rows: list[Row]) -> None:
 
 
 def test_sentinels_are_impossible_and_not_numbers(small_model: Any, rows: list[Row]) -> None:
-    """FAULTS A 16: -9999 in JSON and -inf in the array are both -inf here, of top tokens, targets and chosen ids."""
+    """-9999 in JSON and -inf in the array are both -inf here, of top tokens, targets and chosen ids."""
     never = int(rows[0].ids_T[3])
     with serving(served(small_model, Faults(masked=[never]))) as url:
         engine = connect("vllm", url, patience=QUICK)
@@ -153,7 +153,7 @@ def test_sentinels_are_impossible_and_not_numbers(small_model: Any, rows: list[R
 
 
 def test_the_cap_is_named(small_model: Any, rows: list[Row]) -> None:
-    """FAULTS A 17: a server that refuses k says its cap; one that told it is not even asked."""
+    """A server that refuses k says its cap; one that told it is not even asked."""
     with serving(served(small_model, Faults(cap=20))) as url:
         engine = connect("vllm", url, patience=QUICK)
         assert engine.capabilities.max_logprobs is None

@@ -118,7 +118,7 @@ def kill_after_first_row(url: str, rows: Path) -> threading.Thread:
 
 
 def test_killed_and_restarted(dense: Path, url: str, ask: Callable[..., ServedRequest]) -> None:
-    """FAULTS B 35: the server dies mid-panel; the run ends with the digits of one whose server never died."""
+    """The server dies mid-panel; the run ends with the digits of one whose server never died."""
     whole = measure_served(ask(url, "whole"))
     with vllm_server(dense) as dying:
         request = ask(dying, "resumed")

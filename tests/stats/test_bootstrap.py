@@ -86,7 +86,7 @@ def test_same_seed_same_digits(method: Method) -> None:
 
 
 def test_few_groups_are_not_bootstrapped_by_default() -> None:
-    """Faults B15, B16: five windows take t on ln(mean), not BCa (81 %) nor bootstrap-t (18 times the mean)."""
+    """Five windows take t on ln(mean), not BCa (81 %) nor bootstrap-t (18 times the mean)."""
     five = Totals(np.array([1.0, 0.6, 0.9, 2.0, 0.8]), np.ones(5))
     got = mean_interval(five, "divergence")
     assert got.method == "t on ln(mean)" and got.high is not None and got.high < 5 * got.estimate

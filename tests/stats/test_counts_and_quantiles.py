@@ -50,7 +50,7 @@ def test_wilson_against_scipy(x: int, n: int) -> None:
 
 @pytest.mark.parametrize(("needed", "n"), [(23, 32), (41, 64), (76, 128), (279, 512)])
 def test_contexts_needed_for_a_sign_test(needed: int, n: int) -> None:
-    """STATS section 4: the smallest x with p < .05, two-sided."""
+    """The smallest x with p < .05, two-sided."""
     assert two_sided_binomial(needed, n) < 0.05 <= two_sided_binomial(needed - 1, n)
 
 
@@ -64,7 +64,7 @@ def test_signs_are_counted_with_ties_apart() -> None:
 
 
 def test_newcombe_of_two_unpaired_accuracies() -> None:
-    """Fault B26: 951 against 953 of 1,140 is not distinguishable. Newcombe's worked example 56/70 against 48/80."""
+    """951 against 953 of 1,140 is not distinguishable. Newcombe's worked example 56/70 against 48/80."""
     assert newcombe((48, 80), (56, 70)) == pytest.approx((0.0524, 0.3339), abs=5e-5)
     low, high = newcombe((951, 1140), (953, 1140))
     assert low < 0 < high and high - low == pytest.approx(0.061, abs=0.002)
@@ -89,7 +89,7 @@ def test_woodruff_by_hand() -> None:
 
 
 def test_p999_is_withheld_where_its_tail_is_thin() -> None:
-    """Fault B25: 2,047 positions hold two beyond p99.9; and many exceedances of one context do not help."""
+    """2,047 positions hold two beyond p99.9; and many exceedances of one context do not help."""
     rng = np.random.default_rng(2)
     thin = woodruff(rng.random(2047), np.arange(2047) % 32, 0.999)
     assert thin.low is None and "2 positions lie beyond it" in thin.note
@@ -106,7 +106,7 @@ def tail_rate(values_N: np.ndarray, group_N: np.ndarray | list[int], threshold: 
 
 
 def test_tail_rate_and_its_zero_case() -> None:
-    """STATS section 8: no exceedance in 32, 128, 512 rows leaves 8.9, 2.3, 0.58 % of rows possible."""
+    """No exceedance in 32, 128, 512 rows leaves 8.9, 2.3, 0.58 % of rows possible."""
     assert [unseen_share(n) for n in (32, 128, 512)] == pytest.approx([0.0894, 0.0231, 0.00583], rel=5e-3)
     group_N = np.repeat(np.arange(32), 10)
     none = tail_rate(np.zeros(320), group_N, 0.1)
@@ -143,7 +143,7 @@ def test_pooled_and_geometric_ratio_are_different_estimands() -> None:
 
 
 def test_concentration_names_the_context_that_decides() -> None:
-    """Fault B23: the share that the top context carries, and the mean without each one."""
+    """The share that the top context carries, and the mean without each one."""
     got = concentration(Totals(np.array([1.0, 1.0, 6.0, 2.0]), np.ones(4)))
     assert (got.top, got.top_share, got.driven_by_one) == (2, 0.6, True)
     assert got.even_share == 0.25

@@ -1,4 +1,4 @@
-"""Simulated coverage of nominal 95 % intervals: the generative model and the figures of STATS section 2."""
+"""Simulated coverage of nominal 95 % intervals: the generative model, and the figures of a longer run of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def no_effect() -> list[tuple[Totals, Totals]]:
 
 
 def test_paired_t_covers_at_32_rows(no_effect: list[tuple[Totals, Totals]]) -> None:
-    """STATS: .950 for t, .903 for BCa."""
+    """In a longer run .950 for t, .903 for BCa."""
     t_share = np.mean([covers(t_interval(b.minus(a)), 0.0) for a, b in no_effect])
     bca = [covers(bootstrap_interval(b.minus(a), method="bca", resamples=1000), 0.0) for a, b in no_effect[:600]]
     assert 0.93 - SLACK <= t_share <= 0.975
@@ -60,7 +60,7 @@ def test_paired_t_covers_at_32_rows(no_effect: list[tuple[Totals, Totals]]) -> N
 
 
 def test_positions_as_units_do_not_cover() -> None:
-    """Fault A65: taking positions as independent covers a fraction of 95 % for one arm's mean (STATS: .28)."""
+    """Taking positions as independent covers a fraction of 95 % for one arm's mean (.28 in a longer run)."""
     rng, truth, hits = np.random.default_rng(102), float(np.exp(-5 + 0.125 + 1.125)), 0
     for _ in range(200):
         a_RL, _ = mod_pair(rng)
@@ -70,7 +70,7 @@ def test_positions_as_units_do_not_cover() -> None:
 
 
 def test_one_arms_mean_covers_by_bootstrap_t(no_effect: list[tuple[Totals, Totals]]) -> None:
-    """STATS: .942 at 32 rows, mod."""
+    """In a longer run .942 at 32 rows, mod."""
     truth = float(np.exp(-5 + 0.125 + 1.125))
     arms = [a for a, _ in no_effect]
     share = np.mean([covers(bootstrap_interval(a, method="bootstrap-t", resamples=1000), truth) for a in arms])
@@ -78,7 +78,7 @@ def test_one_arms_mean_covers_by_bootstrap_t(no_effect: list[tuple[Totals, Total
 
 
 def test_log_ratio_covers_with_a_true_effect() -> None:
-    """STATS: .946-.947; the geometric ratio of row means, whose truth is estimated from 40,000 rows."""
+    """In a longer run .946-.947; the geometric ratio of row means, whose truth is estimated from 40,000 rows."""
     rng = np.random.default_rng(103)
     a_RL, b_RL = mod_pair(rng, rows=40_000, factor=1.5)
     truth = float(np.exp(np.mean(np.log(b_RL.mean(axis=1)) - np.log(a_RL.mean(axis=1)))))
@@ -87,7 +87,7 @@ def test_log_ratio_covers_with_a_true_effect() -> None:
 
 
 def test_few_lognormal_windows_cover_by_t_on_the_log() -> None:
-    """Fault B15: five windows, 2,000 simulations: t on the log covers at least 90 %, its lower end above 0."""
+    """Five windows, 2,000 simulations: t on the log covers at least 90 %, its lower end above 0."""
     rng, hits = np.random.default_rng(105), 0
     for _ in range(2000):
         got = log_t_interval(Totals(rng.lognormal(sigma=0.5, size=5), np.ones(5)))
@@ -97,7 +97,7 @@ def test_few_lognormal_windows_cover_by_t_on_the_log() -> None:
 
 
 def test_woodruff_covers_the_median_and_p99() -> None:
-    """STATS: .950 and .940 at 32 rows."""
+    """In a longer run .950 and .940 at 32 rows."""
     rng, group_N = np.random.default_rng(106), np.repeat(np.arange(ROWS), LENGTH)
     spread = (0.25 + 2.25) ** 0.5
     truths = {0.5: float(np.exp(-5)), 0.99: float(np.exp(-5 + spread * 2.3263478740))}

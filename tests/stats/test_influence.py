@@ -62,7 +62,7 @@ def test_t_quantile_against_mpmath(groups: int, confidence: float) -> None:
 
 
 def test_one_group_has_no_interval_and_says_why() -> None:
-    """Fault B21: one row gives no verdict."""
+    """One row gives no verdict."""
     got = row_mean_interval(np.array([1.0, 2.0]), np.array([0, 0]), unit="document")
     assert got.estimate == 1.5
     assert got.low is None and got.high is None and not got.has_interval
@@ -70,26 +70,26 @@ def test_one_group_has_no_interval_and_says_why() -> None:
 
 
 def test_padding_never_enters_a_mean() -> None:
-    """Fault A47: rows of 3 and 5 positions weigh by their positions, not as rows of 5."""
+    """Rows of 3 and 5 positions weigh by their positions, not as rows of 5."""
     values = np.array([1.0, 2.0, 3.0, 10.0, 10.0, 10.0, 10.0, 10.0])
     assert row_mean_interval(values, np.array([0] * 3 + [1] * 5)).estimate == pytest.approx(56 / 8)
 
 
 def test_a_row_with_two_positions_weighs_two_positions() -> None:
-    """Fault A49: few scored tokens do not make a wild mean."""
+    """Few scored tokens do not make a wild mean."""
     values = np.concatenate([np.full(2046, 0.1), [50.0, 50.0]])
     groups = np.concatenate([np.zeros(2046), [1, 1]])
     assert row_mean_interval(values, groups).estimate == pytest.approx((204.6 + 100) / 2048)
 
 
 def test_summation_keeps_nine_digits_over_twenty_million_values() -> None:
-    """Fault A31: fp32 accumulation gave 0.1048576."""
+    """fp32 accumulation gave 0.1048576."""
     got = group_totals(np.full(20_000_000, 0.1), np.zeros(20_000_000, dtype=np.int8))
     assert abs(got.mean - 0.1) < 1e-9
 
 
 def test_positions_are_not_independent() -> None:
-    """Fault A65: a row effect of sd 0.5 (log) makes the clustered error several times the naive one."""
+    """A row effect of sd 0.5 (log) makes the clustered error several times the naive one."""
     rng = np.random.default_rng(3)
     kl_RL = np.exp(-5 + 0.5 * rng.normal(size=(32, 1)) + 1.5 * rng.normal(size=(32, 1024)))
     clustered = row_mean_interval(kl_RL.ravel(), np.repeat(np.arange(32), 1024)).standard_error
@@ -99,7 +99,7 @@ def test_positions_are_not_independent() -> None:
 
 
 def test_pseudo_replication_is_undone_by_grouping_documents() -> None:
-    """Fault B18: 24 windows of 4 documents are 4 units."""
+    """24 windows of 4 documents are 4 units."""
     rng = np.random.default_rng(4)
     document_R = np.repeat(np.arange(4), 6)
     means_R = rng.normal(size=4)[document_R] + 0.05 * rng.normal(size=24)
@@ -115,7 +115,7 @@ def test_non_finite_values_are_refused_with_their_place() -> None:
 
 
 def test_log_t_stays_above_zero_and_is_not_wild() -> None:
-    """Faults B15, B16: five windows, cv .47: lower end above 0, upper end below five times the mean."""
+    """Five windows, cv .47: lower end above 0, upper end below five times the mean."""
     means_R = np.array([1.0, 0.6, 0.9, 2.0, 0.8])
     got = log_t_interval(Totals(means_R, np.ones(5)))
     assert got.low is not None and got.high is not None

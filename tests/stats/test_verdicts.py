@@ -73,7 +73,7 @@ def test_a_against_itself_is_equivalent() -> None:
 
 
 def test_one_row_gets_no_verdict() -> None:
-    """Fault B21: a single window said that 8 bits are worse than 6."""
+    """A single window said that 8 bits are worse than 6."""
     decision = decide(t_interval(Totals(np.array([-1.4]), np.ones(1))), 0.1, lower_is_better=True)
     assert decision.verdict == "no verdict" and "one row" in decision.reason
 
@@ -104,7 +104,7 @@ def test_bands_are_wider_than_single_intervals_and_collapse_for_equal_arms() -> 
 
 
 def test_mcnemar_from_flips() -> None:
-    """Fault A64: 30 and 20 flips of 14,042 items: -0.07 pp, p = 0.2026, nobody is worse."""
+    """30 and 20 flips of 14,042 items: -0.07 pp, p = 0.2026, nobody is worse."""
     a_N, b_N = np.zeros(14_042, bool), np.zeros(14_042, bool)
     a_N[:30] = True
     b_N[30:50] = True
@@ -129,7 +129,7 @@ def test_items_that_all_agree() -> None:
 
 
 def test_power_formula() -> None:
-    """STATS section 7: R = 7.85 (sd/delta)^2 and MDE = 2.8 sd / sqrt(R); the text's 'mod' needs 63 rows for 10 %."""
+    """R = 7.85 (sd/delta)^2 and MDE = 2.8 sd / sqrt(R); the text's 'mod' needs 63 rows for 10 %."""
     assert contexts_needed(0.2835, 0.1) == 64
     assert contexts_needed(1.0, 1.0) == 8
     assert detectable_difference(1.0, 32) == pytest.approx(2.8016 / 32**0.5, rel=1e-4)
@@ -156,7 +156,7 @@ def test_a_margin_of_zero_makes_only_identical_arms_equivalent() -> None:
 
 
 def test_standard_error_of_an_accuracy_is_of_its_own_size() -> None:
-    """Fault A61: 14,042 items at 0.58 have a standard error of 0.0042; 0.1186 and 0.4029 were printed once."""
+    """14,042 items at 0.58 have a standard error of 0.0042; 0.1186 and 0.4029 were printed once."""
     right = np.zeros(14_042)
     right[: round(0.58 * 14_042)] = 1
     assert t_interval(Totals(right, np.ones(14_042)), unit="item").standard_error == pytest.approx(0.00417, abs=1e-5)

@@ -50,7 +50,7 @@ def test_the_card_section_is_what_the_runs_give() -> None:
 
 
 def test_no_question_is_in_them() -> None:
-    """FAULTS B 49."""
+    """A benchmark that is printed somewhere is trained on."""
     texts = [t for rows in development_questions().values() for r in rows for t in (r["question"], *r["choices"])]
     long = {text[:40] for text in texts if len(text) >= 20}
     assert len(long) > 400

@@ -81,7 +81,7 @@ def test_task_runs_alone(runs: list[Path], tmp_path: Path) -> None:
 
 
 def test_registered_tasks_are_held_to(tmp_path: Path) -> None:
-    """FAULTS B 47, B 48: another limit than registered is a deviation, and a bar on a task is decided by the task."""
+    """Another limit than registered is a deviation, and a bar on a task is decided by the task."""
     registration = Registration.model_validate(
         {
             "primary": {"metric": "kl_mean", "margin": 0.1},

@@ -24,7 +24,7 @@ PUBLISHED = {
 
 
 def test_equals_lm_eval_to_1e_12() -> None:
-    """FAULTS A 61, B 56: unequal sizes, accuracies of 0 and 1 among them."""
+    """Unequal sizes, accuracies of 0 and 1 among them."""
     from lm_eval.api.metrics import aggregate_subtask_metrics, mean_stderr, pooled_sample_stderr
 
     rng = np.random.default_rng(5)
@@ -48,13 +48,13 @@ def test_pooled_equals_a_stratified_error_computed_in_plain_steps() -> None:
 
 
 def test_error_of_a_large_group_is_small() -> None:
-    """FAULTS A 61: 14,042 items at 0.58 give 0.0042, never 0.1186."""
+    """14,042 items at 0.58 give 0.0042, never 0.1186."""
     counts = [Count(round(0.58 * n), n) for n in [246] * 56 + [266]]
     assert pool(counts).stderr == pytest.approx(0.0042, abs=0.0001)
 
 
 def test_micro_and_macro_are_told_apart() -> None:
-    """FAULTS A 62."""
+    """A mean over tasks is not the mean over items: each has its name."""
     pooled = pool([Count(1, 1), Count(0, 9)])
     assert (pooled.accuracy, pooled.macro, pooled.stderr) == (0.1, 0.5, None)
 
@@ -69,7 +69,7 @@ def test_single_items_have_no_error() -> None:
 
 @pytest.mark.parametrize("point", PUBLISHED)
 def test_published_results_print_digit_for_digit(point: str, tmp_path: Path) -> None:
-    """MMLU quick and GPQA diamond of four published models, from their counts alone (FAULTS B 56)."""
+    """MMLU quick and GPQA diamond of four published models, from their counts alone."""
     folder = REFERENCE / "lm_eval"
     if not folder.is_dir():
         pytest.skip("the published receipts are not here")
@@ -87,7 +87,7 @@ def test_published_results_print_digit_for_digit(point: str, tmp_path: Path) -> 
         assert ours is not None and ours.n == values["sample_len"] and ours.correct == values["correct"]
         assert ours.value == pytest.approx(values["acc,none"], abs=1e-12)
         assert ours.stderr == pytest.approx(values["acc_stderr,none"], abs=1e-12)
-    assert selection(receipt, "mmlu") == "57 x first 20"  # FAULTS A 59, B 47
+    assert selection(receipt, "mmlu") == "57 x first 20"
     assert selection(receipt, "gpqa_diamond_zeroshot") == "all 198"
 
 
@@ -129,7 +129,7 @@ def test_a_number_that_its_counts_do_not_give_is_refused(tmp_path: Path) -> None
 
 
 def test_files_of_two_versions_do_not_mix(tmp_path: Path) -> None:
-    """FAULTS A 69."""
+    """Results of two lm-eval versions are results of two benchmarks."""
     other = {"three": {"sample_len": 2, "acc,none": 0.5}}
     files = [
         results_file(tmp_path / "results_x.json"),

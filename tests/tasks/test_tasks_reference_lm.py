@@ -179,7 +179,7 @@ def test_an_empty_context_is_the_prefix_token(tokenizer: Any) -> None:
 def test_a_context_too_short_is_refused_before_any_compute(
     engine: TransformersEngine, tokenizer: Any, tmp_path: Any
 ) -> None:
-    """FAULTS A 10: never a shorter prompt."""
+    """Never a shorter prompt."""
     lm = AskingLM(ReferenceLM(engine, tokenizer), Answers(tmp_path, "k"), limit=50)
     with pytest.raises(EngineError, match=r"prompts do not fit a context of 50 tokens; the longest has \d+ \(made"):
         lm.loglikelihood(instances(25, LETTERS))

@@ -58,7 +58,7 @@ def test_the_right_answers_are_the_asked_ones(tiny: ModelFolder, tmp_path: Path,
 
 
 def test_seeds_fix_the_order_of_choices(tmp_path: Path) -> None:
-    """The same seed gives the same prompts, another seed others, whatever was asked before (MODELS_AND_DATA 3)."""
+    """The same seed gives the same prompts, another seed others, whatever was asked before."""
 
     def prompts(seed: int, folder: str) -> list[str]:
         text = SUITE.replace("[[tasks]]", f"[seeds]\nrandom = {seed}\n[[tasks]]")
@@ -108,7 +108,7 @@ def _hub(load: Any, data: Path, tmp_path: Path, path: str, name: str) -> Any:
 
 
 def test_gpqa_from_the_hub_leaves_nothing_behind(tiny: ModelFolder, tmp_path: Path, monkeypatch: Any) -> None:
-    """FAULTS B 49: a gated set is never in a cache in the clear."""
+    """A gated set is never in a cache in the clear."""
     places = []
 
     def download(repo: str, file: str, *, repo_type: str, cache_dir: str) -> str:
@@ -168,7 +168,7 @@ def test_a_killed_run_goes_on_at_the_first_missing_item(tiny: ModelFolder, tmp_p
 
 
 def test_one_models_answers_are_not_anothers(tiny: ModelFolder, tmp_path: Path) -> None:
-    """FAULTS A 51: the same folder, with A's answers in it, is asked again for B."""
+    """The same folder, with A's answers in it, is asked again for B."""
     other = save_tiny(tmp_path / "other", seed=1)
     alone = run_suite(small(tmp_path, tiny, candidate=str(other), out=tmp_path / "alone"))
     run_suite(small(tmp_path, tiny, out=tmp_path / "a"))
@@ -203,7 +203,7 @@ def test_a_finished_run_is_the_answer(tiny: ModelFolder, tmp_path: Path) -> None
 
 
 def test_a_limit_is_a_deviation(tiny: ModelFolder, tmp_path: Path) -> None:
-    """FAULTS B 47: what the suite registered and what was done, in words."""
+    """What the suite registered and what was done, in words."""
     receipt = run_suite(small(tmp_path, tiny, limit=3)).receipt
     assert receipt.status == "partial" and receipt.results[0].n == 3
     assert receipt.deviations == [f"{GPQA}: the first 3 documents of each task, the suite says all"]
@@ -227,7 +227,7 @@ def test_a_sealed_suite_is_held_to_its_prompts(tiny: ModelFolder, tmp_path: Path
 
 
 def test_a_definition_other_than_the_sealed_one_is_refused(tiny: ModelFolder, tmp_path: Path) -> None:
-    """FAULTS A 69: sealed before its documents could be had, a task is still held to what it asks."""
+    """Sealed before its documents could be had, a task is still held to what it asks."""
     request = small(tmp_path, tiny)
     path, lock = seal(request.suite, None)
     assert not lock.tasks and list(lock.definitions) == [GPQA] and lock.unsealed == (GPQA,)
@@ -258,7 +258,7 @@ def test_a_suite_changed_after_its_seal_is_refused(tiny: ModelFolder, tmp_path: 
     ],
 )
 def test_suites_that_cannot_be(change: tuple[str, str], said: str, tmp_path: Path) -> None:
-    """FAULTS A 4 among them: a chat template with log-likelihood tasks."""
+    """Among them a chat template with log-likelihood tasks."""
     path = write_suite(tmp_path, SUITE.replace(*change))
     with pytest.raises(UsageError, match=said):
         load_suite(path)

@@ -117,7 +117,7 @@ FAULTS = {
 def test_faults_are_one_line_and_nothing_is_scored(
     name: str, server: SmallServer, tiny: ModelFolder, tmp_path: Path
 ) -> None:
-    """FAULTS A 34, A 35, B 43: two documents first; zero scored requests on an error."""
+    """Two documents first; zero scored requests on an error."""
     switches, change, said = FAULTS[name]
     for switch, value in switches.items():
         setattr(server, switch, value)
@@ -163,7 +163,7 @@ def test_an_address_of_something_else(server: SmallServer, tiny: ModelFolder, tm
 def test_a_server_that_dies_leaves_no_score(
     concurrent: int, server: SmallServer, tiny: ModelFolder, tmp_path: Path
 ) -> None:
-    """FAULTS B 35: never a low score; what was answered is kept and the run goes on where it stopped."""
+    """Never a low score; what was answered is kept and the run goes on where it stopped."""
     with serving(server) as url:
         whole = run_suite(request(tmp_path, tiny, url, out=tmp_path / "whole", num_concurrent=concurrent))
         preflight = len(server.served) - 24
@@ -192,7 +192,7 @@ def test_weights_that_are_not_here_are_unknown(server: SmallServer, tiny: ModelF
 
 
 def test_special_tokens_as_the_tokenizer_adds_them(tokenizer: Any) -> None:
-    """FAULTS A 1: the served lane asks with the same BOS as the process does."""
+    """The served lane asks with the same BOS as the process does."""
 
     class Bos:
         def __call__(self, text: str, add_special_tokens: bool = True) -> Any:

@@ -100,7 +100,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_one_line_and_nothing_is_scored(name: str, url: str, tiny: ModelFolder, tmp_path: Path) -> None:
-    """FAULTS B 43."""
+    """An answer that is wrong in kind would count as a wrong answer."""
     change, said = FAULTS[name]
     suite_of(tmp_path)
     known = {

@@ -86,7 +86,7 @@ def inspect(
         return
     from rich.console import Console
 
-    from harness.exl3.census_table import census_tables
+    from harness.report.census import census_tables
 
     console = Console()
     for part in census_tables(census):

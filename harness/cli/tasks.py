@@ -20,8 +20,7 @@ from harness.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from harness.report.table import Table
     from harness.tasks.receipt import TaskReceipt
 
 
@@ -104,7 +103,7 @@ def show(receipt: TaskReceipt) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(_table(receipt))
+    console.print(_table(receipt).rich)
     for missing in receipt.missing:
         console.print(f"[yellow]missing[/yellow]: {missing.task}: {missing.why}", highlight=False)
     for text in receipt.deviations:
@@ -114,18 +113,14 @@ def show(receipt: TaskReceipt) -> None:
 
 
 def _table(receipt: TaskReceipt) -> Table:
-    from rich.table import Table
-
+    from harness.report.table import Table
     from harness.tasks.receipt import selection
 
-    table = Table(title=f"{receipt.name}, suite {receipt.suite.name}", title_justify="left")
-    table.add_column("task")
-    for name in ("items", "right", "accuracy", "macro"):
-        table.add_column(name, justify="right")
-    table.add_column("which items")
+    header = ("task", "items", "right", "accuracy", "macro", "which items")
+    rows = []
     for result in receipt.results:
         if result.kind == "group" or result.name in receipt.suite.entries:
             macro = "" if result.macro is None else f"{result.macro:.4f}"
             which = selection(receipt, result.name) if result.name in receipt.suite.entries else ""
-            table.add_row(result.name, f"{result.n:,}", f"{result.correct:,}", result.shown, macro, which)
-    return table
+            rows.append((result.name, f"{result.n:,}", f"{result.correct:,}", result.shown, macro, which))
+    return Table(f"{receipt.name}, suite {receipt.suite.name}", header, rows, sides="lrrrrl")

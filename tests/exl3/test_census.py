@@ -237,7 +237,7 @@ def test_inspect_as_json(folder):
 def test_long_lists_are_cut_on_the_screen_only():
     from rich.console import Console
 
-    from harness.exl3.census_table import census_tables
+    from harness.report.census import census_tables
 
     census = take_census(dense(dict.fromkeys(range(30), 3), {"bits": 2}))
     console = Console(width=100, record=True, file=open("/dev/null", "w"))

@@ -1,4 +1,4 @@
-"""A census as rich tables, at the width of a terminal."""
+"""A census in the terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from harness.exl3.census import Census, Group, Rate
 from harness.exl3.claims import KINDS, Kind
+from harness.report.table import Table
 
 #: Lines shown of a long list; ``--json`` has all.
 _LINES = 20
@@ -19,14 +19,14 @@ _SECTIONS = {"text": "", "mtp": " (MTP)", "vision": " (vision)"}
 
 def census_tables(census: Census) -> Iterator[RenderableType]:
     """Scopes, rates by layer, what was left native, and what the config claims."""
-    yield _scopes(census)
+    yield _scopes(census).rich
     if census.groups:
-        yield _layers(census)
+        yield _layers(census).rich
         parts = ", ".join(f"{name} {count:,}" for name, count in sorted(census.codebooks.items()))
         yield Text(f"codebooks (modules): {parts}; head: {census.head}")
     else:
         yield Text("no EXL3 tensor in these files")
-    yield _native(census)
+    yield _native(census).rich
     if claims := _claims(census):
         yield Text(f"config.json claims: {claims}")
     yield from _list("contradicted by the tensors (the tensors count)", census.mismatches, "bold red")
@@ -34,17 +34,11 @@ def census_tables(census: Census) -> Iterator[RenderableType]:
 
 
 def _scopes(census: Census) -> Table:
-    table = Table(
-        title=f"{census.name}: {census.whole.bytes / 1e9:,.3f} GB in {census.shards} files", title_justify="left"
-    )
-    table.add_column("scope")
-    for name in ("parts", "weights", "bytes", "mean K", "bits a weight"):
-        table.add_column(name, justify="right")
+    title = f"{census.name}: {census.whole.bytes / 1e9:,.3f} GB in {census.shards} files"
     scopes = {"routed experts": census.routed, "all quantised": census.quantised, "whole file": census.whole}
-    for name, rate in (*scopes.items(), *census.tables.items()):
-        if rate is not None:
-            table.add_row(name, *_rate(rate))
-    return table
+    named = (*scopes.items(), *census.tables.items())
+    rows = [(name, *_rate(rate)) for name, rate in named if rate is not None]
+    return Table(title, ("scope", "parts", "weights", "bytes", "mean K", "bits a weight"), rows)
 
 
 def _rate(rate: Rate) -> tuple[str, ...]:
@@ -58,15 +52,13 @@ def _layers(census: Census) -> Table:
     for group in census.groups:
         cells[group.section, group.layer][group.kind].append(group)
     kinds = [kind for kind in KINDS if any(kind in row for row in cells.values())]
-    table = Table(title="K by layer", title_justify="left")
-    table.add_column("layers")
-    for kind in kinds:
-        table.add_column(kind, justify="right")
-    rows = [(section, layer, [_mean(row[k]) for k in kinds]) for (section, layer), row in sorted(cells.items())]
-    for section, first, last, texts in _runs(rows):
-        label = "outside" if first < 0 else f"{first}" if first == last else f"{first}-{last}"
-        table.add_row(label + _SECTIONS[section], *texts)
-    return table
+    means = [(section, layer, [_mean(row[k]) for k in kinds]) for (section, layer), row in sorted(cells.items())]
+    rows = [(_layer_label(first, last) + _SECTIONS[section], *texts) for section, first, last, texts in _runs(means)]
+    return Table("K by layer", ("layers", *kinds), rows)
+
+
+def _layer_label(first: int, last: int) -> str:
+    return "outside" if first < 0 else f"{first}" if first == last else f"{first}-{last}"
 
 
 def _runs(rows: list[tuple[str, int, list[str]]]) -> list[tuple[str, int, int, list[str]]]:
@@ -88,15 +80,11 @@ def _mean(groups: list[Group]) -> str:
 
 
 def _native(census: Census) -> Table:
-    table = Table(title="kept as stored", title_justify="left")
-    for name in ("part", "dtype"):
-        table.add_column(name)
-    for name in ("tensors", "weights", "bytes"):
-        table.add_column(name, justify="right")
-    for native in census.native:
-        part = native.kind + _SECTIONS[native.section]
-        table.add_row(part, native.dtype, f"{native.tensors:,}", f"{native.weights:,}", f"{native.bytes:,}")
-    return table
+    rows = [
+        (n.kind + _SECTIONS[n.section], n.dtype, f"{n.tensors:,}", f"{n.weights:,}", f"{n.bytes:,}")
+        for n in census.native
+    ]
+    return Table("kept as stored", ("part", "dtype", "tensors", "weights", "bytes"), rows, sides="llrrr")
 
 
 def _claims(census: Census) -> str:

@@ -100,7 +100,7 @@ def decode(
     dtype: Annotated[str, typer.Option(help="float32 (every value kept), bfloat16 or float16.")] = "float32",
 ) -> None:
     """Write the decoded weights as a plain folder, to serve them with an engine that has no EXL3 kernels."""
-    from harness.exl3.dense import decode_checkpoint
+    from harness.exl3.package import decode_checkpoint
 
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UsageError(f"--dtype {dtype}", "choose float32, bfloat16 or float16")

@@ -115,8 +115,7 @@ def show(result: Result, as_json: bool, allow_nonfinite: bool = False) -> None:
     """Write a run's report and print its headline or its receipt; an invalid run ends with exit code 1."""
     from rich.console import Console
 
-    from harness.report.run_report import write_report
-    from harness.report.terminal import measurement_table
+    from harness.report.run_report import measurement_table, write_report
 
     report = result.folder / "report.md"
     if not (result.reused and report.is_file()):

@@ -22,10 +22,9 @@ from harness.compare.model import (
     Settings,
     Tails,
 )
-from harness.compare.pair import Noise, Plan, differences, paired_totals, ppl_ratio
+from harness.compare.pair import Noise, Plan, differences, held_back, paired_totals, ppl_ratio, require_range, tails_of
 from harness.compare.pairing import Aligned, align
 from harness.compare.registered import FoundRegistration, all_deviations, bar_outcomes, find_registration
-from harness.compare.tails import held_back, require_range, tails_of
 from harness.digest import json_digest
 from harness.registration import Registration, excluded_rows
 from harness.stats import RESAMPLES, SEED, Estimate, holm, max_t_bands

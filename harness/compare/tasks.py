@@ -17,14 +17,15 @@ from harness.compare.task_model import RunNotes, TaskArm, TaskComparison, TaskCo
 from harness.compare.task_pairing import (
     TaskFolder,
     TaskRun,
+    agreement_with,
     choices_of,
+    in_lane,
     load_task_run,
     load_task_runs,
     load_tasks,
     paired_items,
 )
 from harness.compare.task_pairing import require_comparable as require_same_tasks
-from harness.compare.task_teacher import agreement_with, in_lane
 from harness.measure.receipt import load_measurement
 from harness.registration import Registration, check_bars, task_deviations
 from harness.stats import (

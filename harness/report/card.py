@@ -22,10 +22,8 @@ from harness.compare.task_pairing import TaskFolder
 from harness.errors import IncomparableError, UsageError
 from harness.measure.receipt import Measurement, SideIdentity, load_measurement
 from harness.numbers import number, percent, with_interval
-from harness.report.basis import Basis, of_comparison, of_measurement
-from harness.report.card_single import single_quality, size_text
-from harness.report.card_tables import Quality, quality
-from harness.report.caveats import cannot_tell, how_measured
+from harness.report.basis import Basis, cannot_tell, how_measured, of_comparison, of_measurement
+from harness.report.card_tables import Quality, quality, single_quality, size_text
 from harness.report.frontmatter import (
     HUB_ID,
     PanelResult,
@@ -36,7 +34,7 @@ from harness.report.frontmatter import (
     task_results,
 )
 from harness.report.plots import Picture
-from harness.report.render import render
+from harness.report.table import render
 from harness.report.task_tables import TaskTable, task_table
 from harness.report.words import pair_headline, warnings
 

@@ -25,7 +25,7 @@ from harness.errors import IncomparableError, UsageError
 from harness.measure.receipt import Interval, Measurement
 from harness.numbers import MISSING, count, number, percent, with_interval
 from harness.report import style
-from harness.report.bound import floor_text
+from harness.report.basis import floor_text
 from harness.report.style import LIGHT, Theme, marker
 from harness.report.table import Table, cell
 from harness.scoring.bounds import upper_bound_of_range

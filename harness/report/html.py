@@ -19,17 +19,14 @@ from harness.numbers import count, ends, estimate, number, percent, percent_ends
 from harness.panel import load_tokenizer, tokenizer_digest
 from harness.report import comparison_tables as compared
 from harness.report import style, tables
-from harness.report.basis import Basis, of_comparison, of_measurement
-from harness.report.bound import bound_lines
+from harness.report.basis import Basis, bound_lines, cannot_tell, how_measured, of_comparison, of_measurement
 from harness.report.card import Part
 from harness.report.card_pictures import drawings
-from harness.report.caveats import cannot_tell, how_measured
 from harness.report.comparison_report import Decoder, require_panels_tokenizer, with_texts
 from harness.report.plots import Picture
-from harness.report.render import render
 from harness.report.run_report import count_lines, headline, identity_lines, slope_sentence, started
 from harness.report.style import DARK, LIGHT, Theme
-from harness.report.table import Table
+from harness.report.table import Table, render
 from harness.report.tables import Bucket
 from harness.report.words import pair_headline, warnings
 from harness.store import write_text

@@ -1,10 +1,14 @@
-"""One table, shown in the terminal, in Markdown and in HTML."""
+"""One table, shown in the terminal, in Markdown and in HTML, and the Jinja environment of the templates around it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from harness import numbers
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -81,3 +85,36 @@ class Table:
 
     def _escaped(self, row: tuple[str, ...]) -> list[str]:
         return [code(text) if self.verbatim and at else cell(text) for at, text in enumerate(row)]
+
+
+def environment(*, html: bool = False) -> jinja2.Environment:
+    """Templates of ``harness/report/templates``; HTML escapes what it is given, Markdown uses ``cell``."""
+    env = jinja2.Environment(
+        loader=jinja2.PackageLoader("harness.report", "templates"),
+        autoescape=html,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    names = (
+        "number",
+        "estimate",
+        "bracket",
+        "ends",
+        "with_interval",
+        "signed",
+        "percent",
+        "percent_ends",
+        "count",
+        "size",
+        "digest",
+    )
+    env.filters |= {name: getattr(numbers, name) for name in names}
+    env.filters |= {"cell": cell, "code": code}
+    return env
+
+
+def render(template: str, **context: Any) -> str:
+    """Render one template; a name that the context lacks is an error, never an empty cell."""
+    return environment(html=template.endswith(".html.j2")).get_template(template).render(**context)

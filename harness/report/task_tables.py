@@ -11,16 +11,14 @@ from dataclasses import dataclass
 
 from harness.compare.model import Figure
 from harness.compare.task_model import TaskComparison, TaskComparisons, TaskPair, TeacherAgreement
-from harness.compare.task_pairing import TaskFolder
-from harness.compare.task_teacher import agreement_of
+from harness.compare.task_pairing import TaskFolder, agreement_of
 from harness.compare.tasks import compare_task_runs
 from harness.errors import UsageError
 from harness.numbers import MISSING, count, number, percent, signed, supported_decimals, with_interval
 from harness.report.comparison_tables import BAR_WORDS, interval_text
 from harness.report.table import Table
 from harness.report.words import task_reason, task_warnings
-from harness.tasks.pooling import plus_minus
-from harness.tasks.receipt import TaskReceipt, selection
+from harness.tasks.receipt import TaskReceipt, plus_minus, selection
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
 

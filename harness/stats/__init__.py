@@ -31,8 +31,17 @@ from harness.stats.influence import (
 )
 from harness.stats.items import ItemComparison, compare_items, paired_difference
 from harness.stats.means import Kind, mean_interval
-from harness.stats.proportions import SignCount, clopper_pearson, newcombe, sign_count, two_sided_binomial, wilson
-from harness.stats.quantiles import order_quantile, why_withheld, woodruff
+from harness.stats.proportions import (
+    SignCount,
+    clopper_pearson,
+    newcombe,
+    order_quantile,
+    sign_count,
+    two_sided_binomial,
+    why_withheld,
+    wilson,
+    woodruff,
+)
 from harness.stats.tests import (
     Decision,
     Verdict,

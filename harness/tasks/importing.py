@@ -19,8 +19,7 @@ from harness.measure.receipt import SideIdentity
 from harness.store import folder_lock
 from harness.tasks.asking import prompts_digest
 from harness.tasks.items import item_rows, items_table, write_items
-from harness.tasks.pooling import Count
-from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, group_result, leaf_result, save_receipt
+from harness.tasks.receipt import Count, SuiteIdentity, TaskReceipt, TaskResult, group_result, leaf_result, save_receipt
 from harness.types import UNKNOWN
 
 REDUCED = "lm-eval-results-reduced-v1"

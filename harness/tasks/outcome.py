@@ -15,8 +15,16 @@ from harness.measure.receipt import SideIdentity
 from harness.tasks.asking import prompts_digest
 from harness.tasks.items import Truncated, item_rows, items_table, write_items
 from harness.tasks.loading import Loaded
-from harness.tasks.pooling import Count
-from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, Value, group_result, leaf_result, save_receipt
+from harness.tasks.receipt import (
+    Count,
+    SuiteIdentity,
+    TaskReceipt,
+    TaskResult,
+    Value,
+    group_result,
+    leaf_result,
+    save_receipt,
+)
 from harness.tasks.suite import Entry, Suite
 from harness.types import Check
 

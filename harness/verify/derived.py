@@ -15,8 +15,7 @@ from harness.report.card import FOLDER
 from harness.report.card_write import check_card, parts_of, read_record
 from harness.report.words import worded
 from harness.tasks.items import read_items
-from harness.tasks.pooling import Count, pool
-from harness.tasks.receipt import TaskReceipt, TaskResult, load_receipt
+from harness.tasks.receipt import Count, TaskReceipt, TaskResult, load_receipt, pool
 from harness.verify.run import Finding, Outcome, verify_run
 
 #: What a tokenizer adds for the reader; it takes no part in any number.

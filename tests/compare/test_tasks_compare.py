@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from harness.compare.task_model import TaskPair, load_task_comparisons, save_task_comparisons
-from harness.compare.task_teacher import choice_kl
+from harness.compare.task_pairing import choice_kl
 from harness.compare.tasks import compare_task_runs, judge
 from harness.errors import IncomparableError, Refused, UsageError
 from harness.report.task_tables import markdown, sentences, tables

@@ -15,8 +15,7 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
-from harness.engines.exllamav3 import PINS, ExllamaV3Engine
-from harness.engines.exllamav3_rows import CarriedRow
+from harness.engines.exllamav3 import PINS, CarriedRow, ExllamaV3Engine
 from harness.engines.head import head_logits
 from harness.engines.hf import TransformersEngine
 from harness.engines.models import ModelFolder

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from harness.errors import CheckpointError, UsageError
 from harness.exl3.checkpoint import has_trellis
-from harness.exl3.dense import decode_checkpoint
 from harness.exl3.hf import load_exl3
+from harness.exl3.package import decode_checkpoint
 from tests.exl3 import made_packs
 from tests.exl3.test_hf_models import logits, mixed, routed_experts
 

@@ -12,9 +12,8 @@ import pytest
 from harness.compare import compare
 from harness.interop.g4 import NO_DOCUMENTS, import_files
 from harness.report import tables
-from harness.report.basis import of_comparison
+from harness.report.basis import how_measured, of_comparison
 from harness.report.card_tables import quality
-from harness.report.caveats import how_measured
 from harness.report.comparison_report import markdown
 from harness.report.run_report import max_line, report_text
 from harness.report.words import reason, sentence, warnings

@@ -17,8 +17,7 @@ from harness.errors import CaptureError, EngineError, IncomparableError, ScoreEr
 from harness.interop.g4 import import_g4
 from harness.measure.preflight import check_support
 from harness.measure.result import SAME_MODEL
-from harness.report.basis import of_measurement
-from harness.report.caveats import how_measured
+from harness.report.basis import how_measured, of_measurement
 from harness.scoring import score_logits
 from harness.scoring.bounds import lower_bound, renormalised
 from tests.compare.fake_arms import World

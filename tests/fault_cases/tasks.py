@@ -18,13 +18,15 @@ from harness.tasks.evaluating import first_documents
 from harness.tasks.importing import import_results
 from harness.tasks.items import SCHEMA, item_rows, items_table, write_items
 from harness.tasks.outcome import notes
-from harness.tasks.pooling import Count, plus_minus, pool
 from harness.tasks.receipt import (
+    Count,
     SuiteIdentity,
     TaskReceipt,
     TaskResult,
     group_result,
     leaf_result,
+    plus_minus,
+    pool,
     save_receipt,
     selection,
 )

@@ -27,9 +27,8 @@ from harness.report.estimators import (
     write,
 )
 from harness.report.html import run_page
-from harness.report.run_report import report_text, write_report
+from harness.report.run_report import measurement_table, report_text, write_report
 from harness.report.tables import load_positions
-from harness.report.terminal import measurement_table
 from harness.report.words import reason, warnings
 from harness.scoring import bounds
 from harness.served.score import EXTRA_DTYPES, receipt_extras

@@ -14,9 +14,8 @@ from PIL import Image
 from rich.console import Console
 
 from harness.measure.receipt import load_measurement
-from harness.report.run_report import report_text, write_report
+from harness.report.run_report import measurement_table, report_text, write_report
 from harness.report.tables import load_positions
-from harness.report.terminal import measurement_table
 from tests.report.fake_run import make_frame, write_run
 
 PICTURES = {"kl_distribution", "kl_by_row", "kl_by_position", "agreement_by_confidence"}

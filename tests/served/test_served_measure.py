@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from harness.errors import EngineError, IncomparableError, Refused
-from harness.exl3.dense import decode_checkpoint
+from harness.exl3.package import decode_checkpoint
 from harness.measure.run import Request, Result, measure
 from harness.served.measure import ServedRequest, floor_request, measure_served
 from tests.served.mock_numbers import Faults, Numbers

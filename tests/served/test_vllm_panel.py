@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import EngineError
-from harness.exl3.dense import decode_checkpoint
+from harness.exl3.package import decode_checkpoint
 from harness.measure.run import Request, Result, measure
 from harness.served.measure import ServedRequest, floor_request, measure_served
 from tests.served.real_vllm import require_vllm, vllm_server

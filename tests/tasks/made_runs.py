@@ -12,8 +12,7 @@ import numpy as np
 from harness.measure.receipt import SideIdentity
 from harness.tasks.asking import prompts_digest
 from harness.tasks.items import items_table, write_items
-from harness.tasks.pooling import Count
-from harness.tasks.receipt import SuiteIdentity, TaskReceipt, TaskResult, group_result, leaf_result, save_receipt
+from harness.tasks.receipt import Count, SuiteIdentity, TaskReceipt, TaskResult, group_result, leaf_result, save_receipt
 
 
 def sha(text: str) -> str:

@@ -11,8 +11,7 @@ import pytest
 
 from harness.errors import IncomparableError, UsageError
 from harness.tasks.importing import import_results
-from harness.tasks.pooling import Count, plus_minus, pool, pooled_stderr
-from harness.tasks.receipt import load_receipt, selection
+from harness.tasks.receipt import Count, load_receipt, plus_minus, pool, pooled_stderr, selection
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference"
 PUBLISHED = {

@@ -82,11 +82,14 @@ def bracket(interval: Bounds | None, decimals: int | None = None) -> str:
     return f"[{number(interval.low, places)}, {number(interval.high, places)}]"
 
 
-def with_interval(value: float | None, interval: Bounds | None, decimals: int | None = None) -> str:
-    """``0.384 [0.357, 0.411]``; the value alone where there is no interval."""
+def with_interval(value: float | None, interval: Noted | None, decimals: int | None = None) -> str:
+    """``0.384 [0.357, 0.411]``, ``0.384 (no interval: fewer than 4 documents)``, or the value alone."""
     text = estimate(value, interval, decimals)
-    ends = bracket(interval, decimals)
-    return text if value is None or ends == MISSING else f"{text} {ends}"
+    if value is None or interval is None:
+        return text
+    if interval.low is None or interval.high is None:
+        return f"{text} (no interval: {interval.note})" if interval.note else text
+    return f"{text} {bracket(interval, decimals)}"
 
 
 def ends(interval: Noted) -> str:

@@ -11,10 +11,12 @@ from harness.numbers import (
     bracket,
     count,
     digest,
+    ends,
     estimate,
     number,
     percent,
     percent_bracket,
+    percent_ends,
     signed,
     size,
     with_interval,
@@ -78,6 +80,9 @@ def test_caller_may_fix_the_decimals() -> None:
 
 def test_an_interval_without_width_or_ends() -> None:
     assert with_interval(0.0, interval(0.0, 0.0)) == "0 [0, 0]"
+    withheld = interval(0.0, 0.0).model_copy(update={"low": None, "high": None, "note": "fewer than 4 rows"})
+    assert with_interval(0.5, withheld) == "0.5000 (no interval: fewer than 4 rows)"
+    assert ends(withheld) == percent_ends(withheld) == "none: fewer than 4 rows"
     assert bracket(None) == "n/a"
     assert estimate(0.5, interval(-math.inf, 1.0)) == "0.5000"
 

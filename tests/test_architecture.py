@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.architecture import Graph, import_graph
+from tests.architecture import HARNESS, Graph, import_graph
 
 #: From the ground up: a package imports from itself and from what stands before it.
 ORDER = (
@@ -76,3 +78,20 @@ def test_the_tests_can_fail(graph: Graph) -> None:
     assert upward(graph | {"stats.tests": graph["stats.tests"] | {"cli"}}) == ["stats.tests imports cli"]
     back = {"store": graph["store"] | {"panel.seal"}}
     assert {"store", "panel.seal"} <= set(circles(graph | back))
+
+
+def test_the_map_is_of_what_is_there() -> None:
+    """ARCHITECTURE.md: each package with the number of its modules, each file that it names."""
+    text = (HARNESS.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    found = {
+        folder.name: len(list(folder.rglob("*.py")))
+        for folder in HARNESS.iterdir()
+        if (folder / "__init__.py").is_file()
+    }
+    assert {name: int(count) for name, count in re.findall(r"^\| `(\w+)/` \| (\d+) \|", text, re.MULTILINE)} == found
+    assert f"## Modules ({len(list(HARNESS.rglob('*.py')))})" in text
+    named = re.findall(r"`(?:harness/)?(\w+/\w+\.py)`", text)
+    assert (
+        named
+        and [name for name in named if not any((root / name).is_file() for root in (HARNESS, HARNESS.parent))] == []
+    )

@@ -15,6 +15,8 @@ from harness.registration import Registration, lead_time
 from harness.stats import Totals, concentration
 from harness.types import Check
 
+# ---- what a lower bound rests on: none of these numbers stands in a column with an exact KL --------------------------
+
 #: How a receipt of an older or a published run calls the way of asking that it does not name.
 WAYS = {
     "top-k": "the server's own top {k} tokens and the row's next token",
@@ -99,6 +101,9 @@ def agreement_text(m: Measurement) -> str:
 
 def _line(name: str, value: str, meaning: str) -> BoundLine:
     return BoundLine(name=name, value=value, meaning=meaning)
+
+
+# ---- what numbers rest on --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +257,8 @@ def _registered(sha256: str, commit: str | None, committed: str | None, lead: st
 def _with_deviations(text: str, departed: Sequence[str]) -> str:
     return f"{text}; **deviations: {'; '.join(departed)}**." if departed else f"{text}; no deviations."
 
+
+# ---- sentences: "lower bound" and "at least" appear only where the estimator is one ----------------------------------
 
 LANES = {
     "weights": "the decoded weights in a reference forward pass",

@@ -34,7 +34,7 @@ from harness.report.frontmatter import (
     task_results,
 )
 from harness.report.plots import Picture
-from harness.report.table import render
+from harness.report.table import Table, render
 from harness.report.task_tables import TaskTable, task_table
 from harness.report.words import pair_headline, warnings
 
@@ -275,7 +275,7 @@ def _glance(
     base_model: str | None,
     table: Quality,
     tasks: TaskTable | None,
-) -> list[tuple[str, str]]:
+) -> Table:
     """The table At a glance."""
     basis = part.basis
     rate = "not in the receipt" if side.bits_per_weight is None else f"{number(side.bits_per_weight, 2)}"
@@ -290,17 +290,18 @@ def _glance(
         pair = next(p for p in part.comparison.pairs if p.other == subject)
         lines.append(("Verdict", pair_headline(part.comparison, pair)))
         lines.append(("Got worse", "; ".join(table.got_worse) or "no metric"))
-        if table.bars:
-            missed = [row.name for row in table.bars if row.worse]
-            met = len(table.bars) - len(missed)
-            text = f"{met} of {len(table.bars)} met" + (f"; not met: {', '.join(missed)}" if missed else "")
+        own = [bar for bar in part.comparison.bars if bar.arm == subject]
+        if own:
+            missed = [bar.name for bar in own if bar.met is False]
+            met = len(own) - len(missed)
+            text = f"{met} of {len(own)} met" + (f"; not met: {', '.join(missed)}" if missed else "")
             lines.append(("Registered bars", text))
     if tasks is not None:
         shown = [f"{line.name}: {line.values[-1]}{f', {line.verdict}' * bool(line.verdict)}" for line in tasks.lines]
         lines.append(("Task benchmarks", "; ".join(shown)))
     status = basis.registration.split(":")[0].split(" (")[0]
     lines.append(("Panel", f"{basis.panel.name}, {basis.rows_measured} rows, {basis.positions:,} positions; {status}"))
-    return lines
+    return Table("At a glance", ("", ""), [(f"**{name}**", text) for name, text in lines], sides="ll")
 
 
 def _distance(part: Part, subject: str) -> str:

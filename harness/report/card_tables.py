@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair
 from harness.measure.quantities import QUANTILES, quantile_key
@@ -20,6 +20,8 @@ from harness.numbers import (
     supported_decimals,
     with_interval,
 )
+from harness.report.comparison_tables import bars, relative
+from harness.report.table import Table
 
 LABELS = {
     "kl_mean": "KL mean",
@@ -36,7 +38,7 @@ LABELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class QualityRow:
     """One metric: a value for each arm, the change of the subject against the baseline, and what it means."""
 
     name: str
@@ -49,14 +51,31 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """The table Measured quality of one comparison: arm names, rows, and the sentences under it."""
+    """What a card says of one table: arm names, rows, and the sentences and smaller tables under it."""
 
     arms: tuple[str, ...]
-    rows: list[Row]
-    sentences: list[str]
-    got_worse: list[str]
-    references: list[Row]
-    bars: list[Row]
+    rows: list[QualityRow]
+    references: Table
+    sentences: list[str] = field(default_factory=list)
+    got_worse: list[str] = field(default_factory=list)
+    bars: Table | None = None
+
+    @property
+    def table(self) -> Table:
+        """Measured quality: one arm with its intervals, or every arm, the subject in bold where it is not worse."""
+        if len(self.arms) == 1:
+            rows = [(row.name, row.values[0], row.interval) for row in self.rows]
+            return Table("Measured quality", ("metric", self.arms[0], "interval"), rows, sides="lrl")
+        named = (*self.arms[:-1], f"**{self.arms[-1]}**")
+        header = ("metric", *named, "Δ", "interval of the difference", "verdict")
+        sides = "l" + "r" * (len(named) + 1) + "ll"
+        return Table("Measured quality", header, [_cells(row) for row in self.rows], sides=sides)
+
+
+def _cells(row: QualityRow) -> tuple[str, ...]:
+    *others, own = row.values
+    worse = ", worse" if row.worse and row.verdict in ("description", "undecided", "no verdict") else ""
+    return (row.name, *others, own if row.worse else f"**{own}**", row.change, row.interval, row.verdict + worse)
 
 
 def metric_name(metric: str, estimator: str) -> str:
@@ -77,18 +96,23 @@ def quality(c: Comparison, subject: str, *, decimals: int | None = None) -> Qual
         rows=rows,
         sentences=[_wins_sentence(pair), *_others(c, subject), *_band(c, pair), _margins(pair)],
         got_worse=[f"{row.name} ({row.values[0]} to {row.values[-1]})" for row in rows if row.worse],
-        references=reference_rows(c, decimals),
-        bars=bar_rows(c, subject),
+        references=_references(
+            [
+                (f"{r.kind}: {r.name}", with_interval(r.kl.estimate, r.kl, decimals), percent(r.top1_agreement))
+                for r in c.references
+            ]
+        ),
+        bars=_bars(c, subject),
     )
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _metric_row(c: Comparison, arms: Sequence[ArmResult], d: Difference, decimals: int | None) -> Row:
+def _metric_row(c: Comparison, arms: Sequence[ArmResult], d: Difference, decimals: int | None) -> QualityRow:
     places = decimals if decimals is not None else supported_decimals(d.difference.low, d.difference.high)
     change, interval = _share_change(d) if d.unit == "share" else _nats_change(d)
-    return Row(
+    return QualityRow(
         name=metric_name(d.metric, c.estimator) + (" (primary)" if d.role == "primary" else ""),
         values=tuple(number(_value(arm, d.metric), places) for arm in arms),
         change=change,
@@ -125,14 +149,6 @@ def _nats_change(d: Difference) -> tuple[str, str]:
     return f"{signed(d.difference.estimate, places)} nats", ends
 
 
-def relative(baseline: float, other: float) -> str:
-    """``-15.3 %``."""
-    if not baseline:
-        return "n/a" if other else "0 %"
-    share = 100 * (other / baseline - 1)
-    return f"{signed(share, 1)} %" if share else "0 %"
-
-
 def _ends(figure: Figure, unit: str) -> str:
     return ends(figure) if figure.low is None else f"{ends(figure)} {unit}"
 
@@ -143,14 +159,14 @@ def _verdict(d: Difference) -> str:
     return d.verdict if d.role != "other" else f"{d.verdict} (not registered)"
 
 
-def _ppl_row(arms: Sequence[ArmResult], pair: Pair, decimals: int | None) -> Row:
+def _ppl_row(arms: Sequence[ArmResult], pair: Pair, decimals: int | None) -> QualityRow:
     ratio = pair.ppl_ratio
     change = ratio.model_copy(update=_minus_one(ratio)).scaled(100.0)
     places = decimals if decimals is not None else _ppl_decimals(pair)
-    return Row(
+    return QualityRow(
         name="ppl_token",
         values=tuple(number(arm.ppl_token.estimate, places) for arm in arms),
-        change=f"{signed(change.estimate, 1)} %" if change.estimate else "0 %",
+        change=relative(1.0, ratio.estimate),
         interval=_ends(change, "%"),
         verdict="see NLL",
         worse=ratio.estimate > 1,
@@ -167,7 +183,7 @@ def _ppl_decimals(pair: Pair) -> int | None:
     return None if nll is None else supported_decimals(nll.low, nll.high)
 
 
-def _quantile_rows(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
+def _quantile_rows(c: Comparison, arms: Sequence[ArmResult]) -> list[QualityRow]:
     """Quantiles by themselves: their difference has no interval here, so no verdict either."""
     rows = []
     for name in QUANTILES:
@@ -177,7 +193,7 @@ def _quantile_rows(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
         first, last = values[0], values[-1]
         known = first is not None and last is not None
         rows.append(
-            Row(
+            QualityRow(
                 name=f"KL {name}" + (" (lower bound)" if c.estimator == "lower_bound" else ""),
                 values=tuple(WITHHELD if value is None else number(value) for value in values),
                 change=relative(first, last) if first is not None and last is not None else "",
@@ -195,14 +211,14 @@ def quantile(arm: ArmResult, name: str) -> float | None:
     return figure.estimate if figure is not None else arm.published.get(quantile_key(name))
 
 
-def _largest_row(c: Comparison, arms: Sequence[ArmResult]) -> list[Row]:
+def _largest_row(c: Comparison, arms: Sequence[ArmResult]) -> list[QualityRow]:
     """The maxima: values and N, without interval or verdict."""
     found = [arm.largest for arm in arms]
     if any(value is None for value in found):
         return []
     values = [value.value for value in found if value is not None]
     return [
-        Row(
+        QualityRow(
             name="KL max" + (" (lower bound)" if c.estimator == "lower_bound" else ""),
             values=tuple(number(value) for value in values),
             change=relative(values[0], values[-1]),
@@ -258,29 +274,20 @@ def _margins(pair: Pair) -> str:
     return f"Verdicts weigh the paired interval against a margin: {'; '.join(margins)}."
 
 
-def reference_rows(c: Comparison, decimals: int | None = None) -> list[Row]:
+def _references(rows: Sequence[tuple[str, ...]]) -> Table:
     """Floor and anchors of the same panel, never ranked."""
-    return [
-        Row(
-            name=f"{r.kind}: {r.name}",
-            values=(with_interval(r.kl.estimate, r.kl, decimals), percent(r.top1_agreement)),
-        )
-        for r in c.references
-    ]
+    return Table("References", ("reference on the same panel", "KL mean, nats", "top-1 agreement"), rows)
 
 
-def bar_rows(c: Comparison, subject: str) -> list[Row]:
-    """Registered bars of the subject, met or not."""
-    return [
-        Row(
-            name=bar.name,
-            values=(bar.statement, number(bar.value), number(bar.threshold)),
-            verdict="not known" if bar.met is None else ("met" if bar.met else "**not met**"),
-            worse=bar.met is False,
-        )
-        for bar in c.bars
-        if bar.arm == subject
-    ]
+def _bars(c: Comparison, subject: str) -> Table | None:
+    """Registered bars of the subject, met or not; None where nothing was registered."""
+    words = {True: "met", False: "**not met**", None: "not known"}
+    rows = [tuple(cells) for arm, *cells in bars(c, words).rows if arm == subject]
+    header = ("registered bar", "condition", "value", "threshold", "")
+    return Table("Registered bars", header, rows, sides="llrrl") if rows else None
+
+
+# ---- one measurement alone -------------------------------------------------------------------------------------------
 
 
 def single_quality(
@@ -292,11 +299,11 @@ def single_quality(
         _single(m, "top-1 agreement", "top1_agreement", decimals),
         _single(m, f"KL mean{bound}", "kl_mean", decimals),
         *(
-            Row(name=f"KL {name}{bound}", values=(WITHHELD if s[key] is None else number(s[key]),))
+            QualityRow(name=f"KL {name}{bound}", values=(WITHHELD if s[key] is None else number(s[key]),))
             for name in QUANTILES
             if (key := quantile_key(name)) in s
         ),
-        Row(
+        QualityRow(
             name=f"KL max{bound}",
             values=(number(s["kl_max"]),),
             interval=f"a maximum of {count(m.positions)} positions has none",
@@ -312,20 +319,20 @@ def single_quality(
     ]
     rows = [row for row in rows if row.values != ("n/a",)]
     references = [_reference(kind, other, decimals) for kind, other in beside]
-    return Quality(arms=(m.name,), rows=rows, sentences=[], got_worse=[], references=references, bars=[])
+    return Quality(arms=(m.name,), rows=rows, references=_references(references))
 
 
-def _reference(kind: str, m: Measurement, decimals: int | None) -> Row:
+def _reference(kind: str, m: Measurement, decimals: int | None) -> tuple[str, ...]:
     kl = with_interval(m.summary["kl_mean"], m.intervals.get("kl_mean"), decimals)
-    return Row(name=f"{kind}: {m.name}", values=(kl, percent(m.summary["top1_agreement"])))
+    return (f"{kind}: {m.name}", kl, percent(m.summary["top1_agreement"]))
 
 
-def _single(m: Measurement, name: str, key: str, decimals: int | None) -> Row:
+def _single(m: Measurement, name: str, key: str, decimals: int | None) -> QualityRow:
     interval = m.intervals.get(key)
     places = decimals
     if places is None and interval is not None:
         places = supported_decimals(interval.low, interval.high)
-    return Row(
+    return QualityRow(
         name=name, values=(number(m.summary.get(key), places),), interval=ends(interval) if interval is not None else ""
     )
 

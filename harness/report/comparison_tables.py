@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, RowDifference, Slice, Tails
 from harness.measure.quantities import QUANTILES
@@ -44,12 +44,14 @@ def change(d: Difference) -> str:
     """``+1.94 pp`` of a share, ``-15.3 %`` of anything that has a ratio."""
     if d.unit == "share":
         return f"{signed(100 * (d.other - d.baseline), 2)} pp"
-    return relative(d.other / d.baseline) if d.baseline > 0 else MISSING
+    return relative(d.baseline, d.other) if d.baseline > 0 else MISSING
 
 
-def relative(ratio: float) -> str:
-    """``-15.3 %`` for a ratio of 0.847."""
-    return f"{signed(100 * (ratio - 1), 1)} %"
+def relative(baseline: float, other: float) -> str:
+    """``-15.3 %``."""
+    if not baseline:
+        return MISSING if other else "0 %"
+    return f"{signed(100 * (other / baseline - 1), 1)} %"
 
 
 def summary(comparison: Comparison, pair: Pair) -> Table:
@@ -90,7 +92,7 @@ def _ppl_row(comparison: Comparison, pair: Pair) -> tuple[str, ...]:
     ratio = pair.ppl_ratio
     places = supported_decimals(ratio.low, ratio.high) if ratio.low is not None and ratio.high is not None else None
     text = f"x {number(ratio.estimate, places)} {interval_text(ratio)}"
-    return ("PPL per token", *values, relative(ratio.estimate), text, "", "", "")
+    return ("PPL per token", *values, relative(1.0, ratio.estimate), text, "", "", "")
 
 
 def metric_label(comparison: Comparison, d: Difference) -> str:
@@ -225,10 +227,10 @@ def resolution(comparison: Comparison, pair: Pair) -> Table:
     return Table(f"What {comparison.settings.units} {unit}s can resolve (80 % power)", header, rows)
 
 
-def bars(comparison: Comparison) -> Table:
+def bars(comparison: Comparison, words: Mapping[bool | None, str] = BAR_WORDS) -> Table:
     """Registered bars and what came out."""
     rows = [
-        (bar.arm, bar.name, bar.statement, number(bar.value), number(bar.threshold), BAR_WORDS[bar.met])
+        (bar.arm, bar.name, bar.statement, number(bar.value), number(bar.threshold), words[bar.met])
         for bar in comparison.bars
     ]
     return Table("Registered bars", ("candidate", "bar", "condition", "value", "threshold", ""), rows)

@@ -1,4 +1,7 @@
-"""What an HTML report is made of; plain text and data URIs only."""
+"""One self-contained HTML file of a run or a comparison: sortable tables, pictures inside, worst positions expanded.
+
+It loads nothing: styles, script and pictures are in the file, so that it opens anywhere and stays what it was.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,25 @@ from matplotlib.figure import Figure
 from harness.compare import Comparison, load_comparison
 from harness.compare.load import find_runs
 from harness.compare.model import COMPARISON_FILE, Pair, Position, Slice
-from harness.measure.receipt import Measurement, RowSummary, load_measurement
-from harness.numbers import count, ends, estimate, number, percent, percent_ends
+from harness.measure.receipt import Measurement, load_measurement
+from harness.numbers import count, number
 from harness.panel import load_tokenizer, tokenizer_digest
 from harness.report import comparison_tables as compared
 from harness.report import style, tables
-from harness.report.basis import Basis, bound_lines, cannot_tell, how_measured, of_comparison, of_measurement
+from harness.report.basis import Basis, cannot_tell, how_measured, of_comparison, of_measurement
 from harness.report.card import Part
 from harness.report.card_pictures import drawings
 from harness.report.comparison_report import Decoder, require_panels_tokenizer, with_texts
 from harness.report.plots import Picture
-from harness.report.run_report import count_lines, headline, identity_lines, slope_sentence, started
+from harness.report.run_report import NOT_FINITE, run_tables, started
 from harness.report.style import DARK, LIGHT, Theme
 from harness.report.table import Table, render
-from harness.report.tables import Bucket
 from harness.report.words import pair_headline, warnings
 from harness.store import write_text
+
+WORST = 20
+#: Token ids shown in front of a position.
+CONTEXT = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,34 @@ class Page:
     cannot: Sequence[str]
 
 
+def write_html(
+    folder: Path, file: Path | None = None, *, runs: Sequence[Path] = (), tokenizer: str | None = None
+) -> Path:
+    """Write the report of a run folder or a comparison folder; returns the file.
+
+    Args:
+        folder: what `fidelity measure` or `fidelity compare` wrote.
+        file: where to write; else ``report.html`` in the folder.
+        runs: run folders behind a comparison; those beside it are found by their keys.
+        tokenizer: the panel's tokenizer, to show text in place of ids.
+    """
+    target = file or folder / "report.html"
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    if (folder / COMPARISON_FILE).is_file():
+        c = load_comparison(folder)
+        if loaded is not None:
+            require_panels_tokenizer(c.panel.tokenizer_sha256, tokenizer_digest(loaded))
+            c = with_texts(c, loaded)
+        found = find_runs(folder, runs)
+        page = comparison_page(c, [found[arm.key] for arm in c.arms if arm.key in found])
+    else:
+        if loaded is not None:
+            require_panels_tokenizer(load_measurement(folder).panel.tokenizer_sha256, tokenizer_digest(loaded))
+        page = run_page(folder, loaded)
+    write_text(target, render("report.html.j2", page=page))
+    return target
+
+
 def data_uri(draw: Callable[[Theme], Figure], theme: Theme) -> str:
     """A picture as a PNG data URI."""
     with style.drawing(theme):
@@ -90,97 +124,26 @@ def context_text(ids: Sequence[int], decoder: Decoder | None) -> str:
     return decoder.decode(list(ids))
 
 
-# The HTML report of one run: all that report.md says, and the worst positions one by one.
-
-WORST = 20
-#: Token ids shown in front of a position.
-CONTEXT = 24
+# ---- a run -----------------------------------------------------------------------------------------------------------
 
 
 def run_page(folder: Path, decoder: Decoder | None = None) -> Page:
     """All that report.md says, and the worst positions one by one."""
     m, frame = load_measurement(folder), tables.load_positions(folder)
-    units, unit = tables.units_of(frame, m), m.panel.unit
-    basis = of_measurement(m, started=started(folder))
-    lines = [(line.name, line.value, line.interval) for line in headline(m, frame, units)]
+    found, basis = run_tables(m, frame), of_measurement(m, started=started(folder))
+    part = Part(comparison=None, measurement=m, runs=(folder,))
+    every_row = found.rows.choose(*(name for name in found.rows.header if name != NOT_FINITE))
     return Page(
         title=f"{m.candidate.model} against {m.teacher.model}",
         lead=f"Measurement {m.name}, key {m.key[:12]}. KL(teacher‖candidate) in nats.",
         labels=labels_of(basis, m.label),
-        tables=[
-            Table(title="Headline", header=("", "value", "interval"), rows=lines),
-            *_bound(m),
-            Table(title="Not ordinary", header=("", "positions"), rows=[(x.name, x.value) for x in count_lines(m)]),
-        ],
-        pictures=[shown(d.picture, d.draw) for d in drawings(_run_part(m, folder), m.name) if d.draw],
-        details=[
-            _rows_table(m.per_row),
-            _buckets("By domain", "domain", tables.by_domain(frame, units, m)),
-            _buckets(
-                "By position",
-                "positions of the row",
-                tables.by_position(frame, units, unit),
-                slope_sentence(tables.slope(frame, units, unit)).replace("**", ""),
-            ),
-            _buckets("By the teacher's confidence", "top-1 probability", tables.by_confidence(frame, units, unit)),
-            _checks(m),
-            Table(title="Identity", header=("", "teacher", "candidate"), rows=identity_lines(m)),
-        ],
+        tables=[found.headline, *([found.bound] if found.bound else []), found.counts],
+        pictures=[shown(d.picture, d.draw) for d in drawings(part, m.name) if d.draw],
+        details=[every_row, found.domains, found.tenths, found.confidence, found.checks, found.identity],
         worst=list(_worst_of_run(m, frame, decoder)),
         how=how_measured(basis),
         cannot=cannot_tell(basis),
     )
-
-
-def _bound(m: Measurement) -> list[Table]:
-    """What a lower bound rests on; nothing for an exact measurement."""
-    rows = [(line.name, line.value, line.meaning.replace("**", "")) for line in bound_lines(m)]
-    title = "What the lower bound rests on"
-    return [Table(title=title, header=("", "value", "what it is"), rows=rows)] if rows else []
-
-
-def _run_part(m: Measurement, folder: Path) -> Part:
-    return Part(comparison=None, measurement=m, runs=(folder,))
-
-
-def _rows_table(rows: Sequence[RowSummary]) -> Table:
-    header = ("row", "document", "domain", "positions", "KL mean", "KL max", "top-1", "NLL teacher", "NLL candidate")
-    lines = [
-        (
-            str(row.row),
-            row.document,
-            row.domain,
-            count(row.positions),
-            number(row.kl_mean, 5),
-            number(row.kl_max),
-            percent(row.top1_agreement),
-            number(row.nll_teacher_mean, 4),
-            number(row.nll_candidate_mean, 4),
-        )
-        for row in rows
-    ]
-    return Table(title="Every row", header=header, rows=lines)
-
-
-def _buckets(title: str, first: str, buckets: Sequence[Bucket], note: str = "") -> Table:
-    header = (first, "positions", "KL mean", "interval of KL", "top-1", "interval of top-1")
-    rows = [
-        (
-            b.label,
-            count(b.positions),
-            estimate(b.kl.estimate, b.kl),
-            ends(b.kl),
-            percent(b.agreed),
-            percent_ends(b.agreement),
-        )
-        for b in buckets
-    ]
-    return Table(title=title, header=header, rows=rows, note=note)
-
-
-def _checks(m: Measurement) -> Table:
-    rows = [(c.name, "passed" if c.passed else "FAILED", c.figure, c.note) for c in m.preflight]
-    return Table(title="Preflight", header=("check", "", "figure", "note"), rows=rows)
 
 
 def _worst_of_run(m: Measurement, frame: pd.DataFrame, decoder: Decoder | None) -> Iterator[Expanded]:
@@ -213,37 +176,7 @@ def _token(token: float, decoder: Decoder | None) -> str:
     return f"{int(token)}" if decoder is None else f"{decoder.decode([int(token)])!r} ({int(token)})"
 
 
-# One self-contained HTML file of a run or a comparison: sortable tables, pictures inside, worst positions expanded.
-#
-# It loads nothing: styles, script and pictures are in the file, so that it opens anywhere and stays what it was.
-
-
-def write_html(
-    folder: Path, file: Path | None = None, *, runs: Sequence[Path] = (), tokenizer: str | None = None
-) -> Path:
-    """Write the report of a run folder or a comparison folder; returns the file.
-
-    Args:
-        folder: what `fidelity measure` or `fidelity compare` wrote.
-        file: where to write; else ``report.html`` in the folder.
-        runs: run folders behind a comparison; those beside it are found by their keys.
-        tokenizer: the panel's tokenizer, to show text in place of ids.
-    """
-    target = file or folder / "report.html"
-    loaded = load_tokenizer(tokenizer) if tokenizer else None
-    if (folder / COMPARISON_FILE).is_file():
-        c = load_comparison(folder)
-        if loaded is not None:
-            require_panels_tokenizer(c.panel.tokenizer_sha256, tokenizer_digest(loaded))
-            c = with_texts(c, loaded)
-        found = find_runs(folder, runs)
-        page = comparison_page(c, [found[arm.key] for arm in c.arms if arm.key in found])
-    else:
-        if loaded is not None:
-            require_panels_tokenizer(load_measurement(folder).panel.tokenizer_sha256, tokenizer_digest(loaded))
-        page = run_page(folder, loaded)
-    write_text(target, render("report.html.j2", page=page))
-    return target
+# ---- a comparison ----------------------------------------------------------------------------------------------------
 
 
 def comparison_page(c: Comparison, runs: Sequence[Path] = ()) -> Page:

@@ -1,15 +1,15 @@
-"""report.md of one measurement, from measurement.json and positions.parquet alone."""
+"""One measurement, from measurement.json and positions.parquet alone: its tables, report.md, and the terminal."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from rich.table import Table
 
 from harness.measure.receipt import Interval, Measurement, RowSummary, load_measurement
 from harness.numbers import (
@@ -22,6 +22,7 @@ from harness.numbers import (
     percent,
     percent_ends,
     signed,
+    size,
     with_interval,
 )
 from harness.report import tables
@@ -35,11 +36,16 @@ from harness.report.basis import (
     repeat_text,
 )
 from harness.report.plots import Picture, write_pictures
-from harness.report.table import render
+from harness.report.table import Table, render
 from harness.stats import Estimate, exponentiated
 from harness.store import refuse_paths, write_text
 
-WORST_ROWS, WORST_POSITIONS = 5, 10
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+#: Worst rows and positions of report.md, and worst rows in the terminal.
+WORST_ROWS, WORST_POSITIONS, SHOWN_ROWS = 5, 10, 3
+NOT_FINITE = "not finite"
 #: Per-row tables longer than this are folded.
 FOLD_ROWS = 40
 
@@ -73,30 +79,86 @@ def report_text(
     measurement: Measurement, frame: pd.DataFrame, pictures: list[Picture], *, started: str | None = None
 ) -> str:
     """The Markdown of report.md."""
-    return render("report.md.j2", **context(measurement, frame, started), pictures=pictures)
+    return render("report.md.j2", **_context(measurement, frame, started), pictures=pictures)
 
 
-def context(measurement: Measurement, frame: pd.DataFrame, started: str | None = None) -> dict[str, Any]:
-    """All that the templates show of one measurement."""
-    units, unit = tables.units_of(frame, measurement), measurement.panel.unit
-    basis = of_measurement(measurement, started=started)
+def _context(m: Measurement, frame: pd.DataFrame, started: str | None) -> dict[str, Any]:
+    """All that the template shows of one measurement."""
+    shown, basis = run_tables(m, frame), of_measurement(m, started=started)
+    size_lines = [
+        ("size of the candidate", size(m.candidate.bytes), "counted in its files"),
+        ("bits per weight", number(m.candidate.bits_per_weight, 3), "counted in its tensors"),
+    ]
     return {
-        "m": measurement,
-        "headline": headline(measurement, frame, units),
-        "bound": bound_lines(measurement),
-        "counts": count_lines(measurement),
-        "worst_rows": worst_rows(measurement)[:WORST_ROWS],
-        "rows": measurement.per_row,
-        "fold": len(measurement.per_row) > FOLD_ROWS,
-        "domains": tables.by_domain(frame, units, measurement),
-        "tenths": tables.by_position(frame, units, unit),
-        "slope": slope_sentence(tables.slope(frame, units, unit)),
-        "confidence": tables.by_confidence(frame, units, unit),
-        "worst": worst_positions(frame),
-        "identity": identity_lines(measurement),
+        "m": m,
+        "headline": replace(shown.headline, rows=[*shown.headline.rows, *size_lines]),
+        "bound": shown.bound,
+        "counts": shown.counts.under("", ("not ordinary", "positions")),
+        "worst_rows": rows_table(worst_rows(m)[:WORST_ROWS]),
+        "rows": shown.rows,
+        "fold": len(m.per_row) > FOLD_ROWS,
+        "domains": _narrow(shown.domains, "domain"),
+        "tenths": _narrow(shown.tenths, "positions of the row"),
+        "confidence": _narrow(shown.confidence, "teacher's top-1 probability"),
+        "worst": worst_table(frame),
+        "checks": checks_table(m, failed="**failed**").under("", ("preflight check", "", "figure", "")),
+        "identity": shown.identity,
         "how": how_measured(basis),
         "cannot": cannot_tell(basis),
     }
+
+
+def _narrow(buckets: Table, first: str) -> Table:
+    """Buckets whose intervals stand beside what they are of, without saying it again."""
+    return buckets.under(buckets.title, (first, "positions", "KL mean", "interval", "top-1", "interval"))
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTables:
+    """The tables of one measurement, for report.md and the HTML page; ``bound`` is None for exact values."""
+
+    headline: Table
+    bound: Table | None
+    counts: Table
+    rows: Table
+    domains: Table
+    tenths: Table
+    confidence: Table
+    checks: Table
+    identity: Table
+
+
+def run_tables(m: Measurement, frame: pd.DataFrame) -> RunTables:
+    """All tables of one measurement."""
+    units, unit = tables.units_of(frame, m), m.panel.unit
+    bound = [(line.name, line.value, line.meaning) for line in bound_lines(m)]
+    return RunTables(
+        headline=_headline_table(headline(m, frame, units)),
+        bound=Table("What the lower bound rests on", ("", "value", "what it is"), bound, sides="lrl")
+        if bound
+        else None,
+        counts=counts_table(m),
+        rows=rows_table(m.per_row),
+        domains=bucket_table("By domain", "domain", tables.by_domain(frame, units, m)),
+        tenths=bucket_table(
+            "By position",
+            "positions of the row",
+            tables.by_position(frame, units, unit),
+            slope_sentence(tables.slope(frame, units, unit)),
+        ),
+        confidence=bucket_table(
+            "By the teacher's confidence", "top-1 probability", tables.by_confidence(frame, units, unit)
+        ),
+        checks=checks_table(m),
+        identity=identity_table(m),
+    )
+
+
+def _headline_table(lines: Sequence[Line]) -> Table:
+    return Table("Headline", ("", "value", "interval"), [(x.name, x.value, x.interval) for x in lines], sides="lrl")
 
 
 # ---- headline --------------------------------------------------------------------------------------------------------
@@ -243,21 +305,99 @@ COUNT_NAMES = {
 }
 
 
-def count_lines(m: Measurement) -> list[Line]:
+def counts_table(m: Measurement) -> Table:
     """Every count of the receipt, named."""
-    return [Line(name=COUNT_NAMES.get(name, name), value=count(value)) for name, value in m.counts.items()]
+    rows = [(COUNT_NAMES.get(name, name), count(value)) for name, value in m.counts.items()]
+    return Table("Not ordinary", ("", "positions"), rows)
 
 
-def worst_rows(m: Measurement) -> list[Any]:
+def worst_rows(m: Measurement) -> list[RowSummary]:
     """Rows by mean KL, highest first; rows without a finite mean come before all."""
     return sorted(m.per_row, key=lambda row: (-np.nan_to_num(row.kl_mean, nan=np.inf), row.row))
 
 
-def worst_positions(frame: pd.DataFrame) -> list[Any]:
-    """The positions of highest KL as plain numbers."""
-    columns = ["row", "position", "target", "kl", "p_top1_teacher", "top1_teacher", "top1_candidate"]
-    columns += ["nll_teacher", "nll_candidate"]
-    return tables.worst_positions(frame, WORST_POSITIONS)[columns].to_dict("records")
+def rows_table(rows: Sequence[RowSummary]) -> Table:
+    """Rows with their means, in the order given."""
+    header = ("row", "document", "domain", "positions", "KL mean", "KL max", "top-1", "NLL teacher", "NLL candidate")
+    cells = [
+        (
+            str(row.row),
+            row.document,
+            row.domain,
+            count(row.positions),
+            number(row.kl_mean, 5),
+            number(row.kl_max),
+            percent(row.top1_agreement),
+            number(row.nll_teacher_mean, 4),
+            number(row.nll_candidate_mean, 4),
+            count(row.nonfinite),
+        )
+        for row in rows
+    ]
+    return Table("Every row", (*header, NOT_FINITE), cells, sides="rllrrrrrrr")
+
+
+def bucket_table(title: str, first: str, buckets: Sequence[tables.Bucket], note: str = "") -> Table:
+    """KL and agreement in each bucket, with their intervals."""
+    header = (first, "positions", "KL mean", "interval of KL", "top-1", "interval of top-1")
+    rows = [
+        (
+            b.label,
+            count(b.positions),
+            estimate(b.kl.estimate, b.kl),
+            ends(b.kl),
+            percent(b.agreed),
+            percent_ends(b.agreement),
+        )
+        for b in buckets
+    ]
+    return Table(title, header, rows, note=note, sides="lrrlrl")
+
+
+def worst_table(frame: pd.DataFrame) -> Table:
+    """The positions of highest KL."""
+    header = (
+        "row",
+        "position",
+        "next token id",
+        "KL",
+        "teacher's top-1",
+        "its probability",
+        "candidate's top-1",
+        "NLL teacher",
+        "NLL candidate",
+    )
+    rows = [
+        (
+            str(p["row"]),
+            str(p["position"]),
+            str(p["target"]),
+            number(p["kl"]),
+            str(p["top1_teacher"]),
+            number(p["p_top1_teacher"], 3),
+            str(p["top1_candidate"]),
+            number(p["nll_teacher"], 3),
+            number(p["nll_candidate"], 3),
+        )
+        for p in tables.worst_positions(frame, WORST_POSITIONS).to_dict("records")
+    ]
+    return Table("Worst positions", header, rows, sides="r" * len(header))
+
+
+def checks_table(m: Measurement, failed: str = "FAILED") -> Table:
+    """The preflight checks and their figures."""
+    rows = [(c.name, "passed" if c.passed else failed, c.figure, c.note) for c in m.preflight]
+    return Table("Preflight", ("check", "", "figure", "note"), rows, sides="llll")
+
+
+def identity_table(m: Measurement) -> Table:
+    """Field, teacher, candidate: all that the numbers depend on. Digests are whole, so that they can be searched."""
+    sides = [side.model_dump() for side in (m.teacher, m.candidate)]
+    fields = [name for name in sides[0] if name not in ("settings", "bits_per_weight", "bytes")]
+    texts = [{name: "-" if side[name] is None else str(side[name]) for name in fields} for side in sides]
+    settings = [", ".join(f"{k}={v}" for k, v in side["settings"].items()) or "-" for side in sides]
+    rows = [*((name, texts[0][name], texts[1][name]) for name in fields), ("settings", settings[0], settings[1])]
+    return Table("Identity", ("", "teacher", "candidate"), rows, sides="lll", verbatim=True)
 
 
 def slope_sentence(slope: tables.Slope | None) -> str:
@@ -273,26 +413,18 @@ def slope_sentence(slope: tables.Slope | None) -> str:
     return f"No rise along the row is called out: {figures}."
 
 
-def identity_lines(m: Measurement) -> list[tuple[str, str, str]]:
-    """Field, teacher, candidate: all that the numbers depend on. Digests are whole, so that they can be searched."""
-    sides = [side.model_dump() for side in (m.teacher, m.candidate)]
-    fields = [name for name in sides[0] if name not in ("settings", "bits_per_weight", "bytes")]
-    texts = [{name: "-" if side[name] is None else str(side[name]) for name in fields} for side in sides]
-    lines = [(name, texts[0][name], texts[1][name]) for name in fields]
-    settings = [", ".join(f"{k}={v}" for k, v in side["settings"].items()) or "-" for side in sides]
-    return [*lines, ("settings", settings[0], settings[1])]
+# ---- what the command prints after a measurement ---------------------------------------------------------------------
 
 
-WORST = 3
-
-
-def measurement_table(measurement: Measurement) -> Table:
+def measurement_table(measurement: Measurement) -> RichTable:
     """Headline numbers of one measurement: two columns, the last lines its worst rows."""
+    from rich.table import Table as RichTable
+
     m, s = measurement, measurement.summary
     bound = " (lower bound)" if m.estimator == "lower_bound" else ""
     title = f"{m.candidate.model} against {m.teacher.model}" + (f"\n[bold]{m.label}[/bold]" if m.label else "")
     caption = f"KL(teacher‖candidate), nats{bound}"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=False)
+    table = RichTable(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_row("rows, positions", f"{rows_text(m)}, {count(m.positions)}")
@@ -307,7 +439,7 @@ def measurement_table(measurement: Measurement) -> Table:
     table.add_row("ppl_token teacher / candidate", ppl, end_section=True)
     _add_bound(table, m)
     _add_oddities(table, m)
-    for row in worst_rows(m)[:WORST]:
+    for row in worst_rows(m)[:SHOWN_ROWS]:
         table.add_row(f"worst row {row.row} ({row.domain})", _row_text(row))
     return table
 
@@ -316,7 +448,7 @@ def _row_text(row: RowSummary) -> str:
     return f"KL {number(row.kl_mean)}, top-1 {percent(row.top1_agreement)}"
 
 
-def _add_bound(table: Table, m: Measurement) -> None:
+def _add_bound(table: RichTable, m: Measurement) -> None:
     """How much a lower bound knows, and the floor of a served lane or that there is none."""
     lines = bound_lines(m)
     for line in lines:
@@ -325,7 +457,7 @@ def _add_bound(table: Table, m: Measurement) -> None:
         table.add_row(f"floor of the {m.lane} lane", floor_text(m) or f"not measured{repeat_text(m)}", end_section=True)
 
 
-def _add_oddities(table: Table, m: Measurement) -> None:
+def _add_oddities(table: RichTable, m: Measurement) -> None:
     """Counts that a reader must not miss: only where there are any."""
     for name, text in (
         ("nonfinite_positions", "[red]positions not finite[/red]"),

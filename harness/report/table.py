@@ -79,6 +79,12 @@ class Table:
         """The same cells under another title, and under other names of the columns where ``header`` gives them."""
         return replace(self, title=title, header=header or self.header)
 
+    def choose(self, *names: str) -> Table:
+        """These columns alone."""
+        at = [self.header.index(name) for name in names]
+        rows = [tuple(row[i] for i in at) for row in self.rows]
+        return replace(self, header=names, rows=rows, sides="".join(self._sides[i] for i in at))
+
     @property
     def _sides(self) -> str:
         return self.sides or "l" + "r" * (len(self.header) - 1)

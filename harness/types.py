@@ -149,6 +149,7 @@ class EngineIdentity:
     lane: Lane
     device: str
     settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    config_sha256: str = UNKNOWN
 
 
 class Engine(Protocol):

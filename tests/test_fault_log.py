@@ -31,6 +31,13 @@ CLASSES = (identity, support, numeric, state, aggregate, storage, stats, report,
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 
 FAULTS = Path(__file__).parents[1] / "../shared/FAULTS.md"
+FAULTS_2 = FAULTS.with_name("FAULTS_2.md")
+#: Entries of list C that nobody has mended yet, by the issue that will.
+OPEN = {
+    11: (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, *range(52, 61)),
+    12: tuple(range(21, 41)),
+    13: tuple(range(41, 52)),
+}
 
 
 @pytest.mark.parametrize("fault", ROWS, ids=lambda fault: fault.id)
@@ -48,12 +55,29 @@ def entries() -> list[str]:
     return [f"A{number}" for number in a] + [f"B{number}" for number in b]
 
 
+def entries_of_list_c() -> list[str]:
+    """The numbers of FAULTS_2.md: an entry begins with ``C7 `` at the start of a line or of a sentence."""
+    if not FAULTS_2.is_file():
+        pytest.skip("FAULTS_2.md is not here")
+    found = re.findall(r"(?:^|\. )C(\d+) ", FAULTS_2.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return [f"C{number}" for number in dict.fromkeys(found)]
+
+
 def test_every_entry_is_a_row() -> None:
     known = entries()
     assert len(known) == len(set(known)) > 90
-    assert sorted(row.key for row in ROWS) == sorted(known)
+    assert sorted({row.key for row in ROWS if row.key[0] in "AB"}) == sorted(known)
+
+
+def test_every_entry_of_list_c_is_a_row_or_still_open() -> None:
+    """A mended entry has one row or more (one a path); it leaves ``OPEN`` when all of it is mended."""
+    known = entries_of_list_c()
+    assert known == [f"C{number}" for number in range(1, 61)]
+    still = {f"C{number}" for numbers in OPEN.values() for number in numbers}
+    mended = {row.key for row in ROWS if row.key[0] == "C"}
+    assert mended | still == set(known)
 
 
 def test_rows_are_named_after_their_entry() -> None:
     assert len({row.id for row in ROWS}) == len({row.check for row in ROWS}) == len(ROWS)
-    assert all(re.fullmatch(r"[AB]\d+(-[a-z0-9]+)+", row.id) and row.title for row in ROWS)
+    assert all(re.fullmatch(r"[ABC]\d+(-[a-z0-9]+)+", row.id) and row.title for row in ROWS)

@@ -23,6 +23,9 @@ from harness.types import EngineIdentity
 FORMAT = "exl3-fidelity/capture/1"
 MANIFEST = "manifest.json"
 
+#: What a model is called: notes, no part of its identity. The same bytes elsewhere are the same teacher.
+LABELS = ("model", "revision")
+
 Form = Literal["hidden", "logits"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 CutPoint = Literal[
@@ -106,7 +109,9 @@ class Manifest(Strict):
 def capture_digest(key: CaptureKey, rows: list[RowEntry]) -> str:
     """Digest of a capture's content, the same wherever it lies."""
     content = [[entry.row, entry.ids_sha256, entry.states_sha256] for entry in rows]
-    return json_digest({"key": key.model_dump(), "rows": content})
+    named = key.model_dump()
+    named["identity"] = {k: v for k, v in named["identity"].items() if k not in LABELS}
+    return json_digest({"key": named, "rows": content})
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:

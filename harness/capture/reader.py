@@ -112,7 +112,16 @@ class Capture:
         equal content are one teacher); engine version, device and settings are proven by reproducing rows.
         """
         ours = self.identity
-        must = ("weights_sha256", "head_sha256", "tokenizer_sha256", "weights_dtype", "compute_dtype", "lane", "engine")
+        must = (
+            "weights_sha256",
+            "config_sha256",
+            "head_sha256",
+            "tokenizer_sha256",
+            "weights_dtype",
+            "compute_dtype",
+            "lane",
+            "engine",
+        )
         wrong = _changes(ours, identity, must)
         if wrong:
             raise CaptureError(

@@ -51,7 +51,15 @@ def _facts(a: Measurement, b: Measurement) -> list[tuple[str, Any, Any, str]]:
         ("lane", a.lane, b.lane, "measure both through the same kind of engine"),
         ("direction", a.direction, b.direction, "measure again with this version"),
     ]
-    for field in ("weights_sha256", "head_sha256", "tokenizer_sha256", "weights_dtype", "compute_dtype", "engine"):
+    for field in (
+        "weights_sha256",
+        "config_sha256",
+        "head_sha256",
+        "tokenizer_sha256",
+        "weights_dtype",
+        "compute_dtype",
+        "engine",
+    ):
         facts.append((f"teacher ({field})", getattr(a.teacher, field), getattr(b.teacher, field), teacher))
     if [r.row for r in a.per_row] == [r.row for r in b.per_row]:
         # A capture's digest covers the rows measured, so it says nothing about runs over different rows.

@@ -14,6 +14,7 @@ import torch
 
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError
+from harness.exl3.files import config_digest
 from harness.types import UNKNOWN, Row
 
 
@@ -24,6 +25,7 @@ class Model(TypedDict):
     revision: str
     weights_sha256: str
     tokenizer_sha256: str
+    config_sha256: str
 
 
 def model_of(located: ModelFolder, weights_sha256: str, tokenizer_sha256: str) -> Model:
@@ -33,6 +35,7 @@ def model_of(located: ModelFolder, weights_sha256: str, tokenizer_sha256: str) -
         revision=located.revision,
         weights_sha256=weights_sha256,
         tokenizer_sha256=tokenizer_sha256,
+        config_sha256=config_digest(located.path),
     )
 
 

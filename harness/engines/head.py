@@ -16,8 +16,9 @@ import torch
 from harness.digest import head_digest
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError
-from harness.exl3.checkpoint import Checkpoint, open_checkpoint, read_json
+from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.decode import dense_weight
+from harness.exl3.files import read_json
 from harness.types import Head
 
 #: Names of an untied head, and of the embedding it may be tied to, with the prefixes that wrappers put in front.

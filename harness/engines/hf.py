@@ -18,6 +18,7 @@ from harness.engines.base import device_name, model_of, refuse_long_rows, stored
 from harness.engines.head import PROBE, deviation, head_of, is_separable
 from harness.engines.models import ModelFolder
 from harness.errors import CheckpointError, EngineError
+from harness.exl3.files import loading_view, model_files
 from harness.progress import quiet_transformers
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Row, RowOutputs, Want
 
@@ -67,9 +68,15 @@ def load_model(folder: Path, dtype: torch.dtype, device: str, *, packed: bool = 
     from transformers import AutoModelForCausalLM
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, use_safetensors=True, device_map=device
-        )
+        with loading_view(model_files(folder)) as view:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                view,
+                dtype=dtype,
+                output_loading_info=True,
+                use_safetensors=True,
+                device_map=device,
+                trust_remote_code=False,
+            )
     except (OSError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise CheckpointError(f"{folder.name} cannot be loaded: {first}", "check that the download is whole") from error

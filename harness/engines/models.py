@@ -49,7 +49,9 @@ def locate(source: str, revision: str | None, *, cache: Path, weights_dtype: DTy
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder.name} is not a checkpoint: it has no config.json", "name the folder itself")
-        return ModelFolder(path=folder, name=folder.resolve().name, revision=revision or "local")
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {folder.name} is a folder, which has none", "leave it out")
+        return ModelFolder(path=folder, name=folder.resolve().name, revision="local")
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise UsageError(f"{source} is neither a checkpoint folder nor a Hub id", "give a folder or org/name")
     return _from_hub(source, revision)

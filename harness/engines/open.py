@@ -13,7 +13,8 @@ from typing import Any, Literal, TypedDict, get_args
 from harness.engines.hf import Alter, ComputeDType, TransformersEngine
 from harness.engines.models import ModelFolder
 from harness.engines.streaming import StreamingEngine
-from harness.errors import UsageError
+from harness.errors import CheckpointError, UsageError
+from harness.exl3.files import model_files
 from harness.types import Engine
 
 EngineName = Literal["reference", "exllamav3", "llamacpp", "vllm-local"]
@@ -87,6 +88,11 @@ def open_engine(
         raise UsageError(f"--engine {engine} loads a model its own way", "leave out the other options")
     if row_tokens is None:
         raise ValueError(f"{engine} is opened for rows of a length, and none is given")
+    if located.path.is_dir() and (extra := model_files(located.path).left_out):
+        raise CheckpointError(
+            f"{located.name} holds {extra[0]} beside the model, and {engine} chooses files by a rule of its own",
+            "move that file out of the folder: the index does not name it",
+        )
     return _with_own_kernels(engine, located, row_tokens, vocab_size, device, compute, options, digests)
 
 
@@ -154,7 +160,7 @@ def before_opening(engine: EngineName) -> dict[str, str]:
 
 def digests_of(located: ModelFolder) -> tuple[str, str]:
     """Content digests of the weights and of the tokenizer (``absent`` where the folder has none)."""
-    from harness.exl3.headers import weights_digest
+    from harness.exl3.files import weights_digest
 
     return weights_digest(located.path), tokenizer_of(located)
 

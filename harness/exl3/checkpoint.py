@@ -1,12 +1,10 @@
 """An EXL3 checkpoint on disk, read by shape and marker; config.json is never asked.
 
-As the format's own loader does, every ``*.safetensors`` of the folder is read in the order of names and a later
-file overrides an earlier one (that is how extra files with an MTP head work); the index file does not matter.
+`harness.exl3.files` says which files are the model.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from harness.errors import CheckpointError
 from harness.exl3.codebook import MARKERS, Codebook
-from harness.exl3.headers import TensorHeader, check_complete, read_exact, read_header, shard_paths
-from harness.exl3.headers import weights_digest as weights_digest
+from harness.exl3.files import model_files, read_json
+from harness.exl3.headers import TensorHeader, read_exact
 from harness.exl3.layout import TILE, bits_of
 from harness.exl3.tensors import (
     PARTS,
@@ -167,22 +165,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: not a checkpoint, a damaged or missing shard, an impossible or incomplete module.
     """
     folder = Path(folder)
-    shards = shard_paths(folder)
-    tensors: dict[str, TensorHeader] = {}
-    notes = []
-    for path in shards:
-        found = read_header(path)
-        if again := sorted(found.keys() & tensors.keys()):
-            notes.append(f"{path.name} overrides {len(again)} tensors of earlier files, first {again[0]}")
-        tensors |= found
-    notes += check_complete(folder, shards, tensors)
+    files = model_files(folder)
     checkpoint = Checkpoint(
         name=folder.resolve().name,
-        tensors=tensors,
+        tensors=dict(files.tensors),
         config=read_json(folder / "config.json"),
-        shards=shards,
+        shards=list(files.shards),
         tensor_storage=read_json(folder / "quantization_config.json").get("tensor_storage") or {},
-        notes=notes,
+        notes=list(files.notes),
     )
     _check_markers(checkpoint)
     return checkpoint
@@ -190,24 +180,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def has_trellis(folder: Path) -> bool:
     """Whether any shard of the folder holds an EXL3 tensor."""
-    return any(name.endswith(".trellis") for path in shard_paths(Path(folder)) for name in read_header(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object beside the shards; empty where the file is absent.
-
-    Raises:
-        CheckpointError: the file is there and is no JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}", "fetch it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} holds a {type(value).__name__}, not an object", "fetch it again")
-    return value
+    return any(name.endswith(".trellis") for name in model_files(folder).tensors)
 
 
 def _sort(

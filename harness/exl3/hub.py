@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import CheckpointError
-from harness.exl3.checkpoint import Checkpoint, read_json
+from harness.exl3.checkpoint import Checkpoint
+from harness.exl3.files import read_json
 from harness.exl3.headers import TensorHeader, make_header
 from harness.progress import phase
 

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from harness.records import Strict, load_json
 from harness.store import write_receipt
-from harness.types import Check
+from harness.types import UNKNOWN, Check
 
 DIRECTION = "KL(teacher||candidate) = sum_v P(v) * ln(P(v) / Q(v)), P teacher, Q candidate, nats"
 
@@ -50,6 +50,7 @@ class SideIdentity(Strict):
     lane: Literal["weights", "served"]
     device: str
     settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    config_sha256: str = UNKNOWN
     capture_sha256: str | None = None
     bytes: int | None = None
     bits_per_weight: float | None = None
@@ -109,6 +110,8 @@ class Measurement(Strict):
     #: No positions.parquet exists (a published receipt of row means); positions_sha256 is then empty.
     row_level_only: bool = False
     registration: dict[str, Any] | None = None
+    #: Fields of config.json that the forward pass reads and that are not the teacher's: its value, the candidate's.
+    differs: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
     @field_validator("summary")

@@ -17,11 +17,12 @@ from harness.engines.models import ModelFolder
 from harness.engines.open import tokenizer_of
 from harness.environment import current_source_digest, environment, source_digest
 from harness.errors import Refused, ScoreError
+from harness.exl3.files import model_files
 from harness.measure import summary
 from harness.measure.quantities import IN_RECEIPT, QUANTITIES, interval_of, units_of
 from harness.measure.receipt import Interval, Measurement, PanelIdentity, Role, SideIdentity, save_measurement
 from harness.measure.rows import drop_row_files, scores_of
-from harness.measure.teacher import Yardstick
+from harness.measure.teacher import TeacherModel, Yardstick
 from harness.measure.text_size import TextSize, per_text, text_size
 from harness.panel.tokenizer import load_tokenizer
 from harness.registration import Registration, registration_block
@@ -99,7 +100,14 @@ def build_measurement(
         preflight=checks,
         environment=environment() | {"source_sha256": source_digest()},
         positions_sha256=file_digest(folder / "positions.parquet"),
-        notes=[*notes, *_padding_notes(scores), *_same_model(counts, len(scores), role)],
+        differs=(differs := yardstick.differences(candidate)),
+        notes=[
+            *notes,
+            *_left_out(yardstick.teacher, candidate),
+            *_differs_note(differs),
+            *_padding_notes(scores),
+            *_same_model(counts, len(scores), role),
+        ],
     )
     measurement = with_registration(measurement, yardstick.folder)
     save_measurement(folder, measurement)
@@ -171,6 +179,23 @@ def _finite_only(scores: Scores, counts: dict[str, int]) -> dict[str, float]:
 
 def _same_model(counts: dict[str, int], positions: int, role: Role) -> list[str]:
     return [SAME_MODEL] if role != "floor" and counts["zero_kl"] == positions else []
+
+
+def _left_out(teacher: TeacherModel | Capture, candidate: ModelFolder | None) -> list[str]:
+    """Weight files that lie beside a model and are no part of it, by name."""
+    sides = [candidate, teacher.located if isinstance(teacher, TeacherModel) else None]
+    folders = dict.fromkeys(side.path for side in sides if side and side.path.is_dir())
+    return [
+        f"{path.name} holds {name} beside the model: left out"
+        for path in folders
+        for name in model_files(path).left_out
+    ]
+
+
+def _differs_note(differs: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """One line where the candidate's config departs from the teacher's in what a quant has no reason to change."""
+    changes = [f"{name} {teacher} -> {candidate}" for name, (teacher, candidate) in differs.items()]
+    return [f"differs from the teacher in: {', '.join(changes)}"] if changes else []
 
 
 def _padding_notes(scores: Scores) -> list[str]:

@@ -18,6 +18,7 @@ from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import Alter, ComputeDType
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import EngineName, MemoryBudget, before_opening, digests_of, open_engine
+from harness.exl3.files import config_digest
 from harness.measure.folder import Kind, finished, folder_name, write_run
 from harness.measure.preflight import check_echo, check_probes, check_support, probes_of
 from harness.measure.receipt import Measurement, Role, load_measurement
@@ -134,6 +135,7 @@ def measurement_key(request: Request, candidate: Candidate, yardstick: Yardstick
     """Digest of all that decides the numbers; names, places and times are no part of it."""
     own: dict[str, Any] = {
         "candidate": candidate.weights_sha256,
+        "config": config_digest(candidate.located.path),
         "role": candidate.role,
         "variant": dict(candidate.variant),
         "compute": request.compute,

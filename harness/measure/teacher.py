@@ -20,18 +20,21 @@ from harness.engines.models import DType, ModelFolder, locate
 from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_engine
 from harness.environment import environment, source_digest
 from harness.errors import CaptureError, UsageError
+from harness.exl3.files import config_differences, config_digest, read_json
 from harness.measure.preflight import check_echo
 from harness.measure.rows import one_sided, targets_of
 from harness.panel import ensure_built
 from harness.progress import phase
 from harness.records import Strict, load_toml
-from harness.store import folder_lock
+from harness.store import folder_lock, write_json
 from harness.types import Check, Engine, Panel, Row, RowOutputs
 
 MODELS = Path("teachers/models")
 CAPTURES = Path("teachers/captures")
 #: Largest |change of NLL| of a re-run teacher that is still the same teacher on another build or device.
 NLL_TOLERANCE = 0.01
+#: The teacher's config, in its folder and beside its capture.
+CONFIG = "config.json"
 _COMPARE = "compare it with teachers/smollm2-135m.toml"
 
 
@@ -90,6 +93,12 @@ def _from_card(candidate: ModelFolder | None) -> TeacherSpec:
     base = base[0] if isinstance(base, list) and base else base
     if not isinstance(base, str):
         raise UsageError(f"the card of {candidate.name} names no base_model", "give --teacher (TEACHER=...)")
+    if (relation := data.get("base_model_relation")) != "quantized":
+        said = f"says base_model_relation {relation}" if relation else "does not say base_model_relation: quantized"
+        raise UsageError(
+            f"the card of {candidate.name} names {base} and {said}: a fine-tune's base is not its teacher",
+            "give --teacher (TEACHER=...): the unquantised model that this one was made from",
+        )
     revision = data.get("base_model_revision")
     return TeacherSpec(name=base.split("/")[-1], model=base, revision=revision and str(revision))
 
@@ -106,7 +115,8 @@ class TeacherModel:
     def capture_key(self, panel: Panel) -> str:
         """What a capture depends on, apart from the machine that makes it."""
         chosen = self.spec.model_dump(include={"weights_dtype", "compute_dtype", "capture_dtype", "vocab_size"})
-        return json_digest({"weights": self.weights_sha256, "panel": panel.sha256} | chosen)
+        identity = {"weights": self.weights_sha256, "config": config_digest(self.located.path)}
+        return json_digest(identity | {"panel": panel.sha256} | chosen)
 
     def folder(self, panel: Panel, root: Path = CAPTURES) -> Path:
         return root / f"{self.spec.name}-{panel.name}-{self.capture_key(panel)[:8]}"
@@ -158,7 +168,14 @@ def ensure_capture(
         reproduction = reproduce(had, engine, again, outputs) if had else None
         if missing:
             _store(folder, engine, panel, missing, outputs, teacher.spec)
+    keep_config(folder, teacher.located)
     return open_capture(folder), reproduction
+
+
+def keep_config(folder: Path, located: ModelFolder) -> None:
+    """Put the teacher's config.json beside its capture, for those who have the capture and not the weights."""
+    if not (folder / CONFIG).is_file():
+        write_json(folder / CONFIG, read_json(located.path / CONFIG))
 
 
 def _store(
@@ -244,6 +261,13 @@ class Yardstick:
             "source": source_digest(),
             "environment": environment(),
         }
+
+    def differences(self, candidate: ModelFolder | None) -> dict[str, tuple[Any, Any]]:
+        """What of the forward pass the candidate's config has otherwise than the teacher's, which no quant changes."""
+        home = self.teacher.folder if isinstance(self.teacher, Capture) else self.teacher.located.path
+        if candidate is None or candidate.path.is_file() or not (home / CONFIG).is_file():
+            return {}
+        return config_differences(home, candidate.path)
 
     def captured(self, device: str | None = None, memory_budget: MemoryBudget = None) -> tuple[Capture, Check]:
         """The teacher's outputs of these rows, made where they are missing, and the line about their reproduction."""

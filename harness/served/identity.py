@@ -62,6 +62,7 @@ class ServedWeights:
     weights_sha256: str = UNKNOWN
     head_sha256: str = UNKNOWN
     tokenizer_sha256: str = UNKNOWN
+    config_sha256: str = UNKNOWN
     revision: str = UNKNOWN
     weights_dtype: str = UNKNOWN
     compute_dtype: str = UNKNOWN
@@ -126,6 +127,7 @@ def identity(
         weights_sha256=weights.weights_sha256,
         head_sha256=weights.head_sha256,
         tokenizer_sha256=weights.tokenizer_sha256,
+        config_sha256=weights.config_sha256,
         weights_dtype=weights.weights_dtype,
         compute_dtype=compute_dtype if weights.compute_dtype == UNKNOWN else weights.compute_dtype,
         lane="served",

@@ -16,6 +16,7 @@ from harness.capture import Capture
 from harness.digest import json_digest
 from harness.engines.open import NO_TOKENIZER
 from harness.errors import UsageError
+from harness.exl3.files import config_digest
 from harness.measure.folder import finished, folder_name, write_run
 from harness.measure.receipt import Measurement, Role
 from harness.measure.result import build_measurement
@@ -171,6 +172,7 @@ def _weights(candidate: Candidate | None) -> ServedWeights:
         revision=candidate.located.revision,
         weights_sha256=candidate.weights_sha256,
         tokenizer_sha256=candidate.tokenizer_sha256,
+        config_sha256=config_digest(candidate.located.path),
     )
 
 

@@ -20,6 +20,7 @@ from harness.engines.open import (
 )
 from harness.environment import environment, source_digest
 from harness.errors import EngineError, UsageError
+from harness.exl3.files import config_digest
 from harness.measure.receipt import SideIdentity
 from harness.measure.result import census_of
 from harness.measure.run import find_candidate
@@ -116,6 +117,7 @@ def model_key(request: Request, subject: Subject) -> dict[str, Any]:
     server = subject.server
     return {
         "weights": subject.weights_sha256,
+        "config": config_digest(subject.located.path),
         "tokenizer": subject.tokenizer_sha256,
         "compute": request.compute,
         "engine": request.engine,
@@ -198,6 +200,7 @@ def _open_served(
         weights_sha256=subject.weights_sha256,
         head_sha256=UNKNOWN,
         tokenizer_sha256=subject.tokenizer_sha256,
+        config_sha256=config_digest(subject.located.path),
         weights_dtype=UNKNOWN,
         compute_dtype=UNKNOWN,
         lane="served",

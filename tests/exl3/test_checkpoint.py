@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from harness.errors import CheckpointError
-from harness.exl3.checkpoint import has_trellis, open_checkpoint, weights_digest
+from harness.exl3.checkpoint import has_trellis, open_checkpoint
 from harness.exl3.claims import spot_of
+from harness.exl3.files import weights_digest
 from harness.exl3.tensors import Exl3Linear
 from tests.exl3.made_folders import packed, write
 
@@ -68,15 +69,50 @@ def test_legacy_signs_bias_and_slices(tmp_path):
     assert set(checkpoint.linear(name).suh.tolist()) == {-1.0, 1.0}
 
 
-def test_later_files_override_earlier_ones(tmp_path):
+@pytest.mark.parametrize("new", [True, False])
+def test_a_file_beside_the_model_adds_to_it_and_never_overrides_it(tmp_path, new):
     folder = write(tmp_path / "quant", tensors())
-    newer = {NORM: torch.full((128,), 2.0), "mtp.fc.weight": torch.zeros(2, 2)}
-    write(tmp_path / "extra", newer)
+    other = {"mtp.fc.weight": torch.zeros(2, 2)} | ({} if new else {NORM: torch.full((128,), 2.0)})
+    write(tmp_path / "extra", other)
     (tmp_path / "extra/model.safetensors").rename(folder / "mtp.safetensors")
     checkpoint = open_checkpoint(folder)
-    assert torch.equal(checkpoint.tensor(NORM), newer[NORM])
-    assert checkpoint.notes == ["mtp.safetensors overrides 1 tensors of earlier files, first model.norm.weight"]
-    assert [path.name for path in checkpoint.shards] == ["model.safetensors", "mtp.safetensors"]
+    assert torch.equal(checkpoint.tensor(NORM), tensors()[NORM])
+    assert ("mtp.fc.weight" in checkpoint.tensors) is new
+    assert checkpoint.notes == ([] if new else ["mtp.safetensors is no part of the model and was left out"])
+
+
+def test_two_copies_of_a_tensor_that_differ_are_refused(tmp_path):
+    """Loaders take one or the other; equal copies are one tensor."""
+    folder = write(tmp_path / "quant", tensors())
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    for value, refused in ((tensors()[NORM], False), (torch.full((128,), 2.0), True)):
+        write(tmp_path / "extra", {NORM: value})
+        (tmp_path / "extra/model.safetensors").replace(folder / "model-00002-of-00002.safetensors")
+        if refused:
+            with pytest.raises(CheckpointError, match="with other contents"):
+                open_checkpoint(folder)
+        else:
+            assert open_checkpoint(folder).tensors.keys() == tensors().keys()
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "sub/model.safetensors"])
+def test_an_index_that_leaves_the_folder_is_refused(tmp_path, name):
+    folder = write(tmp_path / "quant", tensors())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {NORM: name}}))
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        open_checkpoint(folder)
+
+
+def test_a_link_that_leaves_the_folder_is_refused_and_the_hub_cache_is_not(tmp_path):
+    store = write(tmp_path / "blobs", tensors())
+    for home, refused in ((tmp_path / "mine", True), (tmp_path / "snapshots" / "0123", False)):
+        home.mkdir(parents=True)
+        (home / "model.safetensors").symlink_to(store / "model.safetensors")
+        if refused:
+            with pytest.raises(CheckpointError, match="outside the folder"):
+                open_checkpoint(home)
+        else:
+            assert open_checkpoint(home).tensors
 
 
 def split() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -97,8 +133,9 @@ def test_a_stale_index_is_noted_and_not_followed(tmp_path):
     stale = {"weight_map": {NORM: "model.safetensors", "gone.weight": "model-00009-of-00009.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(stale))
     notes = open_checkpoint(folder).notes
-    assert "1 of its tensors are in no shard, first gone.weight" in notes[0]
-    assert f"it leaves out {len(tensors()) - 1} tensors" in notes[1]
+    assert "was not followed: model-00009-of-00009.safetensors is not there" in notes[0]
+    assert "1 of its tensors are in no shard, first gone.weight" in notes[1]
+    assert f"it leaves out {len(tensors()) - 1} tensors" in notes[2]
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -316,7 +353,7 @@ def test_digest_of_a_known_folder_stays(tmp_path):
 
 
 def test_digest_reads_tensors_longer_than_a_chunk(tmp_path, monkeypatch):
-    from harness.exl3 import headers as weights
+    from harness.exl3 import files as weights
 
     folder = write(tmp_path / "a", {"x": torch.from_numpy(np.arange(10_001, dtype=np.int16))})
     whole = weights_digest(folder)

@@ -30,8 +30,12 @@ def test_unknown_key_names_itself(tmp_path):
 @pytest.mark.parametrize(
     ("card", "model", "revision"),
     [
-        ("---\nbase_model: org/teacher\n---\n# x\n", "org/teacher", None),
-        ("---\nbase_model:\n- org/teacher\nbase_model_revision: '0123'\n---\n# x\n", "org/teacher", "0123"),
+        ("---\nbase_model: org/teacher\nbase_model_relation: quantized\n---\n# x\n", "org/teacher", None),
+        (
+            "---\nbase_model:\n- org/teacher\nbase_model_relation: quantized\nbase_model_revision: '0123'\n---\n# x\n",
+            "org/teacher",
+            "0123",
+        ),
     ],
 )
 def test_candidates_own_card_names_its_teacher(tmp_path, card, model, revision):
@@ -41,7 +45,15 @@ def test_candidates_own_card_names_its_teacher(tmp_path, card, model, revision):
     assert (spec.model, spec.revision, spec.name) == (model, revision, "teacher")
 
 
-@pytest.mark.parametrize("card", [None, "---\ntags: [exl3]\n---\n"])
+@pytest.mark.parametrize(
+    "card",
+    [
+        None,
+        "---\ntags: [exl3]\n---\n",
+        "---\nbase_model: org/a\n---\n",
+        "---\nbase_model: org/a\nbase_model_relation: finetune\n---\n",
+    ],
+)
 def test_without_a_named_teacher_the_repair_says_how(tmp_path, card):
     if card:
         (tmp_path / "README.md").write_text(card)

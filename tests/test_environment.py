@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness import environment
+from harness.engines.models import ModelFolder
 from harness.environment import SOURCES, current_source_digest, source_digest
 from harness.tasks.run import Request
 from harness.tasks.subject import Subject, model_key
@@ -44,7 +45,12 @@ def keys(folder: Path) -> Callable[[], tuple[str, str]]:
     row, logits = made.row([1, 2, 0]), made.logits(*[(0.5, 0.2, 0.3)] * 3)
     stored = made.capture(folder / "capture", [row], [logits], None)
     request = Request(candidate="x")
-    subject = Subject(located=None, weights_sha256="w", tokenizer_sha256="t", server=None)  # type: ignore[arg-type]
+    subject = Subject(
+        located=ModelFolder(path=Path("m.gguf"), name="m", revision="local"),
+        weights_sha256="w",
+        tokenizer_sha256="t",
+        server=None,
+    )
 
     def now() -> tuple[str, str]:
         source_digest.cache_clear()

@@ -13,6 +13,7 @@ import torch
 from harness.capture import Capture, CaptureWriter, open_capture
 from harness.compare import compare
 from harness.engines.hf import TransformersEngine
+from harness.engines.models import ModelFolder
 from harness.environment import current_source_digest, source_digest
 from harness.errors import CaptureError, IncomparableError, Refused, ScoreError
 from harness.measure.preflight import check_repeat
@@ -189,7 +190,11 @@ def key(
 ) -> str:
     """The key of a measurement of these rows."""
     request = Request(candidate="x", panel=Path("p"), device=device, **options)  # type: ignore[arg-type]
-    candidate = Candidate(located=None, weights_sha256=weights, tokenizer_sha256="t")  # type: ignore[arg-type]
+    candidate = Candidate(
+        located=ModelFolder(path=Path("m.gguf"), name="m", revision="local"),
+        weights_sha256=weights,
+        tokenizer_sha256="t",
+    )  # type: ignore[arg-type]
     yardstick = Yardstick(folder=Path("p"), panel=made.panel(rows), rows=rows, teacher=stored)  # type: ignore[arg-type]
     return measurement_key(request, candidate, yardstick)
 

@@ -224,7 +224,7 @@ def test_contrary_tasks_have_no_winner(tmp_path: Path) -> None:
     """One task up, the other down, both within noise."""
     a, up = flipped(100, 0, 1)
     _, down = flipped(100, 1, 0)
-    rows = lambda x, t: [outcome_item(t, n, bool(r)) for n, r in enumerate(x)]
+    rows = lambda x, t: [outcome_item(t, n, bool(r)) for n, r in enumerate(x)]  # noqa: E731
     runs = [
         write_run(tmp_path / "a", "a", {"s": rows(a, "s"), "t": rows(a, "t")}),
         write_run(tmp_path / "b", "b", {"s": rows(up, "s"), "t": rows(down, "t")}),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-import harness.exl3.hf
+import harness.exl3.hf  # noqa: F401  registers the format
 from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.hf import Exl3Config, load_exl3
 from harness.exl3.hf_packed import PackedTensors, packed_owners

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from harness.compare.metrics import METRICS, Metric
-from harness.compare.model import ArmResult, Figure, Flips, Largest, Reference, Settings, Share, Trend
+from harness.compare.model import ArmResult, Estimated, Flips, Largest, Reference, Settings, Share, Trend
 from harness.compare.pairing import Aligned
 from harness.measure.quantities import QUANTILES, interval_of
 from harness.measure.receipt import Measurement
@@ -29,7 +29,7 @@ def arm_result(aligned: Aligned, at: int, settings: Settings, floor: Reference |
         positions_sha256=measurement.positions_sha256,
         metrics=metrics,
         ppl_token=_ppl(aligned, at, settings),
-        quantiles={name: Figure.of(e) for name, e in quantiles.items() if not e.withheld},
+        quantiles={name: Estimated.of(e) for name, e in quantiles.items() if not e.withheld},
         withheld={name: e.note for name, e in quantiles.items() if e.withheld},
         largest=_largest(aligned, at) if has_positions else _published_largest(measurement),
         share=_share(aligned, at),
@@ -44,12 +44,12 @@ def arm_result(aligned: Aligned, at: int, settings: Settings, floor: Reference |
     )
 
 
-def _metric(aligned: Aligned, at: int, metric: Metric, settings: Settings) -> Figure | None:
+def _metric(aligned: Aligned, at: int, metric: Metric, settings: Settings) -> Estimated | None:
     values = aligned.values(metric)
     if values is None:
         return None
     totals = aligned.by_unit(values[at], aligned.mask(values)).totals
-    return Figure.of(arm_interval(metric, totals, settings))
+    return Estimated.of(arm_interval(metric, totals, settings))
 
 
 def arm_interval(metric: Metric, totals: Totals, settings: Settings) -> Estimate:
@@ -64,14 +64,14 @@ def arm_interval(metric: Metric, totals: Totals, settings: Settings) -> Estimate
     )
 
 
-def _ppl(aligned: Aligned, at: int, settings: Settings) -> Figure:
+def _ppl(aligned: Aligned, at: int, settings: Settings) -> Estimated:
     """Perplexity per token: exp of the mean NLL and of its ends."""
     metric = next(m for m in METRICS if m.name == "nll_candidate")
     values = aligned.values(metric)
     if values is None:
         raise ValueError("every measurement has an NLL")
     totals = aligned.by_unit(values[at], aligned.mask(values)).totals
-    return Figure.of(exponentiated(arm_interval(metric, totals, settings), "exp of the t interval of the mean NLL"))
+    return Estimated.of(exponentiated(arm_interval(metric, totals, settings), "exp of the t interval of the mean NLL"))
 
 
 def _quantiles(aligned: Aligned, at: int, settings: Settings) -> dict[str, Estimate]:
@@ -145,7 +145,7 @@ def _trend(aligned: Aligned, at: int, settings: Settings) -> Trend | None:
     return Trend(
         first=first.totals.mean,
         last=last.totals.mean,
-        difference=Figure.of(rise),
+        difference=Estimated.of(rise),
         rising=bool(grown and rise.low is not None and rise.low > 0),
     )
 
@@ -162,7 +162,7 @@ def _flips(aligned: Aligned, at: int) -> Flips:
     )
 
 
-def _at_floor(kl: Figure, floor: Reference | None) -> bool | None:
+def _at_floor(kl: Estimated, floor: Reference | None) -> bool | None:
     """Whether the arm's interval reaches down to the floor's; None where no floor was measured."""
     if floor is None:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from harness.compare.metrics import BY_NAME
-from harness.compare.model import Figure, Position, RowDifference, Settings, Slice, TopFlips
+from harness.compare.model import Estimated, Position, RowDifference, Settings, Slice, TopFlips
 from harness.compare.pairing import Aligned
 from harness.measure.summary import CONFIDENCE_EDGES
 from harness.stats import Estimate, block_bootstrap, holm, p_of_difference, t_interval
@@ -112,7 +112,7 @@ def _slice(aligned: Aligned, at: int, settings: Settings, label: str, part: np.n
         units=len(a),
         baseline=a.mean,
         other=b.mean,
-        difference=Figure.of(estimate),
+        difference=Estimated.of(estimate),
         p=p_of_difference(estimate) if estimate.has_interval else None,
         p_holm=None,
         top1_difference=agree_b.mean - agree_a.mean,

@@ -15,7 +15,7 @@ from harness.compare.model import (
     ArmResult,
     Comparison,
     Difference,
-    Figure,
+    Estimated,
     Pair,
     PairedOn,
     Reference,
@@ -88,7 +88,7 @@ def _reference(base: Arm, kind: Literal["floor", "anchor"], path: Path) -> Refer
         kind=kind,
         name=arm.name,
         key=m.key,
-        kl=Figure(estimate=m.summary["kl_mean"], **known),
+        kl=Estimated(estimate=m.summary["kl_mean"], **known),
         top1_agreement=m.summary["top1_agreement"],
         nll_candidate=m.summary["nll_candidate"],
     )

@@ -114,8 +114,7 @@ METRICS: tuple[Metric, ...] = (
 )
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
-#: Margins where nothing was registered; they carry this name wherever they are shown.
-EXPLORATORY = "exploratory default"
+#: Margins where nothing was registered.
 DEFAULT_MARGINS: Mapping[str, Endpoint] = {
     e.metric: e
     for e in (
@@ -135,8 +134,3 @@ DEFAULT_MARGINS: Mapping[str, Endpoint] = {
 def absolute_margin(endpoint: Endpoint, baseline: float) -> float:
     """The margin in the metric's own unit."""
     return endpoint.margin * abs(baseline) if endpoint.margin_kind == "relative" else endpoint.margin
-
-
-def margin_text(endpoint: Endpoint) -> str:
-    """``10% of the baseline`` or ``0.0025``."""
-    return f"{endpoint.margin:.4g}" if endpoint.margin_kind == "absolute" else f"{endpoint.margin:.4g} of the baseline"

@@ -1,8 +1,8 @@
 """comparison.json: two or more measurements on one panel, paired. No path, host or time of its own in it.
 
-The first arm is the baseline; every difference is *other minus baseline*. Sentences, warnings and the reasons of
-verdicts that were held back follow from the other fields: `harness.report.words` writes them into the file for its
-readers, and makes them again wherever it shows a comparison.
+The first arm is the baseline; every difference is *other minus baseline*. What follows from the other fields in words
+(sentences, warnings, where a margin is from, why a verdict was held back) is written into the file for its readers by
+`harness.report.words`, which makes it again wherever a comparison is shown.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import (
 
 from harness.measure.receipt import PanelIdentity, SideIdentity
 from harness.records import Strict, load_json
+from harness.registration import Endpoint
 from harness.stats import Estimate, Verdict
 from harness.store import write_receipt
 
@@ -27,8 +28,8 @@ COMPARISON_FILE = "comparison.json"
 Held = Literal["no direction", "not finite", "at the floor", "below the floor", "tails", "Holm"]
 
 
-class Figure(Strict):
-    """A number with its interval; both ends are None where none exists, and ``note`` says why."""
+class Estimated(Strict):
+    """The record of an estimate: a number with its interval; both ends are None where none exists, `note` says why."""
 
     estimate: float
     low: float | None
@@ -40,11 +41,11 @@ class Figure(Strict):
     note: str = ""
 
     @classmethod
-    def of(cls, estimate: Estimate) -> Figure:
+    def of(cls, estimate: Estimate) -> Estimated:
         """The record of an estimate."""
         return cls(**{name: getattr(estimate, name) for name in cls.model_fields})
 
-    def scaled(self, factor: float) -> Figure:
+    def scaled(self, factor: float) -> Estimated:
         """The same in another unit."""
         ends = {name: None if (v := getattr(self, name)) is None else factor * v for name in ("low", "high")}
         return self.model_copy(update={"estimate": factor * self.estimate, **ends})
@@ -75,7 +76,7 @@ class Trend(Strict):
 
     first: float
     last: float
-    difference: Figure
+    difference: Estimated
     rising: bool
 
 
@@ -99,9 +100,9 @@ class ArmResult(Strict):
     label: str
     candidate: SideIdentity
     positions_sha256: str
-    metrics: dict[str, Figure]
-    ppl_token: Figure
-    quantiles: dict[str, Figure]
+    metrics: dict[str, Estimated]
+    ppl_token: Estimated
+    quantiles: dict[str, Estimated]
     largest: Largest | None
     share: Share | None
     trend: Trend | None
@@ -122,7 +123,7 @@ class Reference(Strict):
     kind: Literal["floor", "anchor"]
     name: str
     key: str
-    kl: Figure
+    kl: Estimated
     top1_agreement: float
     nll_candidate: float
 
@@ -173,13 +174,16 @@ class Difference(Strict):
     other: float
     positions: int
     excluded: int
-    difference: Figure
-    bootstrap: Figure
-    band: Figure | None
-    pooled_ratio: Figure | None
-    row_ratio: Figure | None
+    difference: Estimated
+    bootstrap: Estimated
+    band: Estimated | None
+    pooled_ratio: Estimated | None
+    row_ratio: Estimated | None
     margin: float | None
-    margin_source: str
+    #: The margin as it was stated, in its own kind; ``margin`` is it in the metric's unit.
+    margin_stated: Endpoint | None = None
+    margin_registered: bool = False
+    margin_source: str = ""
     verdict: Verdict
     held: Held | None = None
     reason: str = ""
@@ -216,7 +220,7 @@ class Slice(Strict):
     units: int
     baseline: float
     other: float
-    difference: Figure
+    difference: Estimated
     p: float | None
     p_holm: float | None
     top1_difference: float
@@ -256,7 +260,7 @@ class Pair(Strict):
     other: str
     sentence: str = ""
     differences: list[Difference]
-    ppl_ratio: Figure
+    ppl_ratio: Estimated
     rows: list[RowDifference]
     domains: list[Slice]
     deciles: list[Slice]

@@ -16,8 +16,8 @@ import numpy as np
 
 from harness.compare.arms import share_of
 from harness.compare.load import Arm
-from harness.compare.metrics import BY_NAME, DEFAULT_MARGINS, EXPLORATORY, METRICS, Metric, absolute_margin, margin_text
-from harness.compare.model import Difference, Figure, Held, Resolution, Settings, Signs, Tails
+from harness.compare.metrics import BY_NAME, DEFAULT_MARGINS, METRICS, Metric, absolute_margin
+from harness.compare.model import Difference, Estimated, Held, Resolution, Settings, Signs, Tails
 from harness.compare.pairing import Aligned
 from harness.errors import UsageError
 from harness.registration import Endpoint, Registration
@@ -139,13 +139,14 @@ def _difference(
         other=b.mean,
         positions=int(aligned.weight_N[mask].sum()),
         excluded=int(aligned.weight_N[~mask].sum()),
-        difference=Figure.of(single),
-        bootstrap=Figure.of(_bootstrap(paired, settings)),
-        band=Figure.of(band) if band else None,
-        pooled_ratio=Figure.of(pooled_ratio(a, b, **given)) if fit else None,  # type: ignore[arg-type]
-        row_ratio=Figure.of(row_log_ratio(a, b, **given)) if fit else None,  # type: ignore[arg-type]
+        difference=Estimated.of(single),
+        bootstrap=Estimated.of(_bootstrap(paired, settings)),
+        band=Estimated.of(band) if band else None,
+        pooled_ratio=Estimated.of(pooled_ratio(a, b, **given)) if fit else None,  # type: ignore[arg-type]
+        row_ratio=Estimated.of(row_log_ratio(a, b, **given)) if fit else None,  # type: ignore[arg-type]
         margin=margin,
-        margin_source=_margin_source(plan, metric.name, endpoint),
+        margin_stated=endpoint,
+        margin_registered=metric.name in plan.registered,
         verdict=decision.verdict,
         held=held,
         reason=decision.reason,
@@ -222,12 +223,6 @@ def _without_verdict(
     )
 
 
-def _margin_source(plan: Plan, metric: str, endpoint: Endpoint | None) -> str:
-    if endpoint is None:
-        return ""
-    return f"{'registered' if metric in plan.registered else EXPLORATORY}: {margin_text(endpoint)}"
-
-
 def _signs(aligned: Aligned, a_N: np.ndarray, b_N: np.ndarray, mask: np.ndarray, paired: Totals) -> Signs:
     by_row = aligned.by_rows(b_N, mask).totals.minus(aligned.by_rows(a_N, mask).totals)
     rows, units = sign_count(by_row.sums_G), sign_count(paired.sums_G)
@@ -258,13 +253,13 @@ def _resolution(paired: Totals, baseline: float, settings: Settings) -> Resoluti
     )
 
 
-def ppl_ratio(aligned: Aligned, at: int, settings: Settings) -> Figure:
+def ppl_ratio(aligned: Aligned, at: int, settings: Settings) -> Estimated:
     """Perplexity of the candidate over the baseline's: exp of the paired NLL difference and of its ends."""
     paired = paired_totals(aligned, BY_NAME["nll_candidate"], at)
     if paired is None:
         raise ValueError("every measurement has an NLL")
     interval = t_interval(paired, confidence=settings.confidence, unit=settings.unit)
-    return Figure.of(exponentiated(interval, "exp of the paired t interval of the NLL difference"))
+    return Estimated.of(exponentiated(interval, "exp of the paired t interval of the NLL difference"))
 
 
 def require_range(arms: Sequence[Arm], log_range: float | None) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, RootModel
 
-from harness.compare.model import BarOutcome, Figure
+from harness.compare.model import BarOutcome, Estimated
 from harness.records import Strict, load_json
 from harness.store import write_receipt
 
@@ -49,7 +49,7 @@ class TeacherAgreement(Strict):
     right_to_wrong: int
     wrong_to_right: int
     wrong_to_another_wrong: int
-    choice_kl: Figure | None
+    choice_kl: Estimated | None
 
     @property
     def share(self) -> float:
@@ -71,15 +71,15 @@ class TaskPair(Strict):
     paired: bool
     why_not: str
     n: int
-    difference: Figure
-    bootstrap: Figure | None
-    by_subject: Figure | None
+    difference: Estimated
+    bootstrap: Estimated | None
+    by_subject: Estimated | None
     p: float | None
     lost: int | None
     won: int | None
     same_choice: int | None
-    margin_change: Figure | None
-    margin_change_by_subject: Figure | None
+    margin_change: Estimated | None
+    margin_change_by_subject: Estimated | None
     p_margin_change: float | None
     detectable: float | None
     margin: float

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
 
-from harness.compare.model import Figure
+from harness.compare.model import Estimated
 from harness.compare.task_model import TeacherAgreement
 from harness.errors import IncomparableError, UsageError
 from harness.stats import group_totals, log_t_interval, wilson
@@ -200,13 +200,13 @@ def agreement_with(teacher: TaskRun, run: TaskRun, entry: str) -> TeacherAgreeme
     )
 
 
-def _choice_kl(t: pd.DataFrame, c: pd.DataFrame) -> Figure | None:
+def _choice_kl(t: pd.DataFrame, c: pd.DataFrame) -> Estimated | None:
     """Mean KL(teacher||candidate) over the choices of an item, nats."""
     if t.loglikelihoods.isna().any() or c.loglikelihoods.isna().any():
         return None
     values_N = np.array([choice_kl(p, q) for p, q in zip(t.loglikelihoods, c.loglikelihoods, strict=True)])
     totals = group_totals(values_N, np.arange(len(values_N)))
-    return Figure.of(log_t_interval(totals, unit="item"))
+    return Estimated.of(log_t_interval(totals, unit="item"))
 
 
 def choice_kl(teacher: Sequence[float], candidate: Sequence[float]) -> float:

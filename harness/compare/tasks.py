@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from harness.compare.model import BarOutcome, Comparison, Figure
+from harness.compare.model import BarOutcome, Comparison, Estimated
 from harness.compare.task_model import RunNotes, TaskArm, TaskComparison, TaskComparisons, TaskPair, Verdict
 from harness.compare.task_pairing import (
     TaskFolder,
@@ -147,15 +147,15 @@ def _pair(entry: str, base: TaskRun, other: TaskRun, margin: float) -> TaskPair:
         paired=True,
         why_not="",
         n=found.n,
-        difference=Figure.of(found.difference),
-        bootstrap=Figure.of(found.bootstrap),
-        by_subject=Figure.of(found.by_cluster) if found.by_cluster else None,
+        difference=Estimated.of(found.difference),
+        bootstrap=Estimated.of(found.bootstrap),
+        by_subject=Estimated.of(found.by_cluster) if found.by_cluster else None,
         p=found.p,
         lost=found.a_only,
         won=found.b_only,
         same_choice=int((choices_of(a) == choices_of(b)).sum()),
-        margin_change=Figure.of(change) if change else None,
-        margin_change_by_subject=Figure.of(by_subject) if by_subject else None,
+        margin_change=Estimated.of(change) if change else None,
+        margin_change_by_subject=Estimated.of(by_subject) if by_subject else None,
         p_margin_change=p_of_difference(change) if change and change.standard_error is not None else None,
         detectable=_detectable(found),
         margin=margin,
@@ -210,7 +210,7 @@ def _unpaired(base: TaskResult, other: TaskResult, name: str, second: str, why: 
     """Two accuracies of items that cannot be matched: the interval of two independent samples."""
     low, high = newcombe((base.correct, base.n), (other.correct, other.n))
     verdict: Verdict = "within noise" if low <= 0 <= high else ("better" if low > 0 else "worse")
-    figure = Figure(
+    figure = Estimated(
         estimate=other.value - base.value,
         low=low,
         high=high,

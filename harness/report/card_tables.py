@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair
+from harness.compare.model import ArmResult, Comparison, Difference, Estimated, Pair
 from harness.measure.quantities import QUANTILES, quantile_key
 from harness.measure.receipt import Measurement
 from harness.numbers import (
@@ -22,6 +22,7 @@ from harness.numbers import (
 )
 from harness.report.comparison_tables import bars, relative
 from harness.report.table import Table
+from harness.report.words import margin_source
 
 LABELS = {
     "kl_mean": "KL mean",
@@ -149,7 +150,7 @@ def _nats_change(d: Difference) -> tuple[str, str]:
     return f"{signed(d.difference.estimate, places)} nats", ends
 
 
-def _ends(figure: Figure, unit: str) -> str:
+def _ends(figure: Estimated, unit: str) -> str:
     return ends(figure) if figure.low is None else f"{ends(figure)} {unit}"
 
 
@@ -173,7 +174,7 @@ def _ppl_row(arms: Sequence[ArmResult], pair: Pair, decimals: int | None) -> Qua
     )
 
 
-def _minus_one(ratio: Figure) -> dict[str, float | None]:
+def _minus_one(ratio: Estimated) -> dict[str, float | None]:
     ends = {name: None if (v := getattr(ratio, name)) is None else v - 1 for name in ("low", "high")}
     return {"estimate": ratio.estimate - 1, **ends}
 
@@ -269,7 +270,7 @@ def _margins(pair: Pair) -> str:
     by_source: dict[str, list[str]] = {}
     for d in pair.differences:
         if d.margin is not None:
-            by_source.setdefault(d.margin_source, []).append(LABELS.get(d.metric, d.metric))
+            by_source.setdefault(margin_source(d), []).append(LABELS.get(d.metric, d.metric))
     margins = [f"{source} for {', '.join(names)}" for source, names in by_source.items()]
     return f"Verdicts weigh the paired interval against a margin: {'; '.join(margins)}."
 

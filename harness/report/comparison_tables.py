@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.compare.model import ArmResult, Comparison, Difference, Figure, Pair, RowDifference, Slice, Tails
+from harness.compare.model import ArmResult, Comparison, Difference, Estimated, Pair, RowDifference, Slice, Tails
 from harness.measure.quantities import QUANTILES
 from harness.numbers import (
     MISSING,
@@ -19,7 +19,7 @@ from harness.numbers import (
     supported_decimals,
 )
 from harness.report.table import Table
-from harness.report.words import reason
+from harness.report.words import margin_source, reason
 
 #: Decimals of single values, as published cards show them.
 DECIMALS = 5
@@ -27,12 +27,12 @@ DECIMALS = 5
 BAR_WORDS = {True: "met", False: "NOT met", None: "not measured"}
 
 
-def interval_text(figure: Figure, factor: float = 1.0) -> str:
+def interval_text(figure: Estimated, factor: float = 1.0) -> str:
     """``[-0.0674, -0.0497]`` with the digits it supports."""
     return bracket(figure.scaled(factor))
 
 
-def figure_text(figure: Figure, factor: float = 1.0) -> str:
+def figure_text(figure: Estimated, factor: float = 1.0) -> str:
     """An estimate and its interval with the digits that the interval supports."""
     if figure.low is None or figure.high is None:
         return signed(factor * figure.estimate)
@@ -170,7 +170,7 @@ def _tail_lines(comparison: Comparison) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _rate(figure: Figure) -> str:
+def _rate(figure: Estimated) -> str:
     text = percent(figure.estimate)
     return f"{text} {interval_text(figure, 100.0)}" if figure.low is not None else text
 
@@ -199,7 +199,7 @@ def verdicts(comparison: Comparison, pair: Pair) -> Table:
             metric_label(comparison, d),
             d.role,
             number(d.margin) if d.margin is not None else MISSING,
-            d.margin_source,
+            margin_source(d),
             number(d.p, None) if d.p is not None else MISSING,
             number(d.p_holm, None) if d.p_holm is not None else "",
             number(d.p_equivalence, None) if d.p_equivalence is not None else MISSING,

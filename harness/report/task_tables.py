@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.compare.model import Figure
+from harness.compare.model import Estimated
 from harness.compare.task_model import TaskComparison, TaskComparisons, TaskPair, TeacherAgreement
 from harness.compare.task_pairing import TaskFolder, agreement_of
 from harness.compare.tasks import compare_task_runs
@@ -23,7 +23,7 @@ from harness.tasks.receipt import TaskReceipt, plus_minus, selection
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
 
-def points(figure: Figure, decimals: int | None = None) -> str:
+def points(figure: Estimated, decimals: int | None = None) -> str:
     """``+0.71 pp [-1.3, +2.7]``; without ``decimals`` as many as the interval supports."""
     if figure.low is None or figure.high is None:
         return f"{signed(100 * figure.estimate, 2)} pp"
@@ -31,7 +31,7 @@ def points(figure: Figure, decimals: int | None = None) -> str:
     return f"{signed(100 * figure.estimate, places)} pp {interval_text(figure, 100.0)}"
 
 
-def nats(figure: Figure | None) -> str:
+def nats(figure: Estimated | None) -> str:
     """``-0.031 [-0.052, -0.010] nats``."""
     if figure is None or figure.low is None or figure.high is None:
         return MISSING

@@ -21,7 +21,10 @@ def worded(comparison: Comparison) -> Comparison:
 
 
 def _worded_pair(comparison: Comparison, pair: Pair) -> Pair:
-    told = [d.model_copy(update={"reason": reason(comparison, pair, d)}) for d in pair.differences]
+    told = [
+        d.model_copy(update={"reason": reason(comparison, pair, d), "margin_source": margin_source(d)})
+        for d in pair.differences
+    ]
     return pair.model_copy(update={"sentence": sentence(pair.primary), "differences": told})
 
 
@@ -91,6 +94,15 @@ def reason(comparison: Comparison, pair: Pair, d: Difference) -> str:
             return _tails_decide(pair)
         case "Holm":
             return f"does not survive Holm's correction (p = {d.p_holm:.3g})"
+
+
+def margin_source(d: Difference) -> str:
+    """Where a margin is from: ``registered: 0.0025``, ``exploratory default: 0.1 of the baseline``."""
+    stated = d.margin_stated
+    if stated is None:
+        return d.margin_source
+    of = "" if stated.margin_kind == "absolute" else " of the baseline"
+    return f"{'registered' if d.margin_registered else 'exploratory default'}: {stated.margin:.4g}{of}"
 
 
 def _broken(comparison: Comparison, pair: Pair) -> str:

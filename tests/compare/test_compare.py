@@ -14,7 +14,7 @@ from scipy import stats as scipy_stats
 from harness.compare import Comparison, compare, load_comparison
 from harness.errors import IncomparableError, Refused
 from harness.report.comparison_report import markdown, require_panels_tokenizer, with_texts, write
-from harness.report.words import reason, sentence, warnings, worded
+from harness.report.words import margin_source, reason, sentence, warnings, worded
 from harness.store import write_json
 from tests.compare.fake_arms import World
 
@@ -72,7 +72,7 @@ def test_derived_metrics(found: Comparison) -> None:
 
 def test_the_sentence_and_verdict(found: Comparison) -> None:
     first = found.pairs[0].primary
-    assert first.verdict == "better" and first.margin_source == "exploratory default: 0.1 of the baseline"
+    assert first.verdict == "better" and margin_source(first) == "exploratory default: 0.1 of the baseline"
     lower = int((row_means(B, "kl") < row_means(A, "kl")).sum())
     assert sentence(first).startswith(f"lower by {-first.difference.estimate:.4f} nats (95 % CI ")
     assert sentence(first).endswith(f", lower on {lower} of 24 contexts")

@@ -15,7 +15,7 @@ from harness.digest import file_digest
 from harness.errors import IncomparableError, Refused
 from harness.measure.receipt import load_measurement, save_measurement
 from harness.registration import Registration
-from harness.report.words import reason, warnings
+from harness.report.words import margin_source, reason, warnings
 from tests.compare.fake_arms import World, side, started
 
 WORLD = World(rows=20, length=60)
@@ -210,7 +210,7 @@ def test_a_registration_fixes_metric_margin_seed_and_exclusions(tmp_path: Path) 
     first = found.pairs[0].primary
     assert (found.status, first.metric, first.role) == ("registered", "tv_mean", "primary")
     assert first.verdict == "equivalent" and first.margin == pytest.approx(0.5 * first.baseline)
-    assert first.margin_source == "registered: 0.5 of the baseline"
+    assert margin_source(first) == "registered: 0.5 of the baseline"
     assert (found.settings.seed, found.settings.resamples) == (7, 500)
     assert found.paired_on.rows_excluded_by_registration == [3] and 3 not in found.paired_on.rows
     assert found.registration is not None and found.registration.lead_time == "2 d 2 h before the run"

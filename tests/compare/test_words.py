@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compare.model import Difference, Figure, Resolution, Signs
+from harness.compare.model import Difference, Estimated, Resolution, Signs
 from harness.report.words import sentence
 
 
@@ -12,7 +12,7 @@ def difference(estimate: float, low: float | None, high: float | None, **change:
     signs = {"rows_lower": 505, "rows_higher": 7, "rows_tied": 0} | {
         k: change.pop(k) for k in ("rows_lower", "rows_higher", "rows_tied") if k in change
     }
-    figure = Figure(
+    figure = Estimated(
         estimate=estimate,
         low=low,
         high=high,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from harness.cli.options import EXAMPLE_PANEL, BudgetOption, DeviceOption, PanelOption, RowsOption
 
@@ -41,8 +40,13 @@ def capture(
 
 @app.command()
 def verify(folder: Annotated[Path, typer.Argument(help="Capture folder.")]) -> None:
-    """Re-check every digest of a capture, and that decoding gives back the stored NLL."""
+    """Re-check every digest of a capture, and that decoding gives back the stored NLL; exit code 1 when one fails."""
     from harness.capture import open_capture, verify_capture
 
-    for line in verify_capture(open_capture(folder)):
-        Console().print(line, highlight=False)
+    checks = verify_capture(open_capture(folder))
+    for check in checks:
+        typer.echo(f"{'ok' if check.passed else 'FAILED':6}  {check.name}: {check.figure}")
+        if check.note:
+            typer.echo(f"        {check.note}")
+    if not all(check.passed for check in checks):
+        raise typer.Exit(1)

@@ -41,6 +41,7 @@ def arm_result(aligned: Aligned, at: int, settings: Settings, floor: Reference |
         published=_published(measurement) if not has_positions else {},
         notes=list(measurement.notes),
         captured_mass=measurement.summary.get("captured_teacher_mass_mean"),
+        failed_checks=measurement.failed_checks,
     )
 
 

@@ -91,6 +91,7 @@ def _reference(base: Arm, kind: Literal["floor", "anchor"], path: Path) -> Refer
         kl=Estimated(estimate=m.summary["kl_mean"], **known),
         top1_agreement=m.summary["top1_agreement"],
         nll_candidate=m.summary["nll_candidate"],
+        failed_checks=m.failed_checks,
     )
 
 

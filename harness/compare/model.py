@@ -115,6 +115,8 @@ class ArmResult(Strict):
     withheld: dict[str, str] = Field(default_factory=dict)
     #: Of a lower bound: mean share of the teacher's distribution that its known tokens hold.
     captured_mass: float | None = None
+    #: Checks of its run that did not hold, as its receipt has them.
+    failed_checks: list[str] = Field(default_factory=list)
 
 
 class Reference(Strict):
@@ -126,6 +128,7 @@ class Reference(Strict):
     kl: Estimated
     top1_agreement: float
     nll_candidate: float
+    failed_checks: list[str] = Field(default_factory=list)
 
 
 class Signs(Strict):
@@ -383,6 +386,12 @@ class Comparison(Strict):
     def kl(self) -> str:
         """``KL``, or ``KL lower bound``: an estimate is never shown without its kind."""
         return "KL" if self.estimator == "exact" else "KL lower bound"
+
+    @property
+    def failed_checks(self) -> list[str]:
+        """Checks that did not hold in a run behind this comparison, each with the run's name."""
+        arms = [f"{arm.name}: {check}" for arm in self.arms for check in arm.failed_checks]
+        return arms + [f"{r.name}: {check}" for r in self.references for check in r.failed_checks]
 
     def reference(self, kind: Literal["floor", "anchor"]) -> Reference | None:
         """The first floor or anchor."""

@@ -73,7 +73,7 @@ def finished(folder: Path, key: str, kind: Kind[AnyReceipt]) -> AnyReceipt | Non
     return receipt
 
 
-def write_run(folder: Path, started: float, *, tokens: int | None = None, **figures: int | float) -> None:
+def write_run(folder: Path, started: float, *, tokens: int | None = None, **facts: int | float | str) -> None:
     """Write run.json: when a run began, how long it took until now, its speed where ``tokens`` were run, and more.
 
     Args:
@@ -82,4 +82,4 @@ def write_run(folder: Path, started: float, *, tokens: int | None = None, **figu
     seconds = time.time() - started
     speed = {} if tokens is None else {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)}
     when = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
-    write_json(folder / "run.json", {"started": when, "seconds": round(seconds, 1)} | speed | figures)
+    write_json(folder / "run.json", {"started": when, "seconds": round(seconds, 1)} | speed | facts)

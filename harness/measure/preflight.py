@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from harness.errors import EngineError, ScoreError
+from harness.measure.repeat import check_same, difference_of
 from harness.measure.rows import one_sided
-from harness.types import Check, Engine, Hidden, Logits, Row, RowOutputs
+from harness.types import Check, Engine, Head, Hidden, Logits, Row, RowOutputs
 
 #: A mean NLL this close to 0 or to ln V is no language model's.
 DEGENERATE = 0.01
@@ -34,8 +35,14 @@ def part_of(row: Row, ids_T: np.ndarray) -> Row:
     return Row(index=row.index, ids_T=ids_T, document=row.document, domain=row.domain, sha256="")
 
 
-def check_probes(engine: Engine, probes: Sequence[Row], outputs: Iterator[RowOutputs]) -> list[Check]:
-    """Look at what an engine gave for `probes_of` a row, taken from ``outputs`` of them and maybe more rows."""
+def check_probes(
+    engine: Engine, probes: Sequence[Row], outputs: Iterator[RowOutputs]
+) -> tuple[list[Check], Hidden | Logits]:
+    """Look at what an engine gave for `probes_of` a row, taken from ``outputs`` of them and maybe more rows.
+
+    Returns:
+        The checks, and the first probe's outputs, which the end of the run must give again (`check_end`).
+    """
     first, beside, again = (next(outputs) for _ in probes)
     probe = probes[0]
     for row, out in zip(probes, (first, beside, again), strict=True):
@@ -49,9 +56,9 @@ def check_probes(engine: Engine, probes: Sequence[Row], outputs: Iterator[RowOut
         Check(name="the engine ran the panel's token ids", passed=True, figure=f"{len(ids)} of {len(ids)} equal"),
         check_not_degenerate(nll[0], vocab),
         check_alignment(nll),
-        check_repeat(first.outputs, again.outputs),
+        check_repeat(probe, first.outputs, again.outputs, engine.head),
         _cut_point(engine),
-    ]
+    ], first.outputs
 
 
 def check_echo(row: Row, out: RowOutputs) -> None:
@@ -105,13 +112,27 @@ def check_alignment(nll: dict[int, np.ndarray]) -> Check:
     return Check(name="NLL at shift 0 is the lowest", passed=True, figure=text)
 
 
-def check_repeat(first: Hidden | Logits, again: Hidden | Logits) -> Check:
-    """The same row again after one that begins like it: bit-equal, or the largest difference is stated."""
-    a, b = (_values(side).float() for side in (first, again))
-    worst = 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else float((a - b).abs().nan_to_num().max())
-    note = "" if worst == 0 else "this engine is not deterministic; its noise is part of every number"
-    figure = f"max |difference| {worst:.3g}"
-    return Check(name="the same row twice is bit-equal", passed=worst == 0, figure=figure, note=note)
+def check_repeat(row: Row, first: Hidden | Logits, again: Hidden | Logits, head: Head | None) -> Check:
+    """The same row again after one that begins like it: an engine that keeps a prefix wrongly is found out."""
+    return check_same(
+        row.index,
+        difference_of(first, again, head, np.asarray(row.ids_T[1:])),
+        name="the same row twice",
+        cause="after a row with the same beginning",
+        repair="turn off the engine's prefix cache: what it keeps of one row changes the next",
+    )
+
+
+def check_end(row: Row, first: Hidden | Logits, again: RowOutputs, head: Head | None) -> Check:
+    """The first row again after all others: an engine that begins to keep something on the way is found out."""
+    check_echo(row, again)
+    return check_same(
+        row.index,
+        difference_of(first, again.outputs, head, np.asarray(row.ids_T[1:])),
+        name="the first row again at the end",
+        cause="after the panel's other rows",
+        repair="the engine carries something from row to row, so no row of this run is kept: turn off its caches",
+    )
 
 
 def check_support(teacher_columns: int, candidate_columns: int, teacher_vocab: int, candidate_vocab: int) -> Check:

@@ -124,6 +124,11 @@ class Measurement(Strict):
         return summary
 
     @property
+    def failed_checks(self) -> list[str]:
+        """Every check that did not hold, with its figure and what it means; all that is made of this run names them."""
+        return [": ".join(filter(None, [c.name, c.figure, c.note])) for c in self.preflight if not c.passed]
+
+    @property
     def label(self) -> str:
         """``4/32 rows`` for a partial result, else empty."""
         return "" if self.status == "complete" else f"{self.status} {self.rows_measured}/{self.rows_planned} rows"

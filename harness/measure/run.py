@@ -18,16 +18,17 @@ from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import Alter, ComputeDType
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import EngineName, MemoryBudget, before_opening, digests_of, open_engine
+from harness.errors import EngineError
 from harness.exl3.files import config_digest
 from harness.measure.folder import Kind, finished, folder_name, write_run
-from harness.measure.preflight import check_echo, check_probes, check_support, probes_of
+from harness.measure.preflight import check_echo, check_end, check_probes, check_support, probes_of
 from harness.measure.receipt import Measurement, Role, load_measurement
 from harness.measure.result import build_measurement, exact_scoring
-from harness.measure.rows import finished_rows, join_rows, require_room, score_row, write_row
+from harness.measure.rows import drop_row_files, finished_rows, join_rows, require_room, score_row, write_row
 from harness.measure.teacher import MODELS, Yardstick, find_yardstick
 from harness.progress import phase
 from harness.store import folder_lock
-from harness.types import Check, Engine, Row
+from harness.types import Check, Engine, Outputs, Row, RowOutputs
 
 MEASUREMENT = Kind(
     noun="measurement",
@@ -99,9 +100,9 @@ def measure_against(request: Request, candidate: Candidate, yardstick: Yardstick
             return Result(folder=folder, measurement=done, reused=True)
         started = time.time()
         require_room(folder, rows)
-        capture, reproduced = yardstick.captured(request.device, request.memory_budget)
+        capture, reproduced, told = yardstick.captured(request.device, request.memory_budget)
         engine = _open(request, candidate, capture, longest=yardstick.longest)
-        checks, tokens = _check_and_score(folder / "rows", key, engine, capture, rows)
+        checks, tokens = _check_and_score(folder, key, engine, capture, rows)
         measurement = build_measurement(
             folder,
             join_rows(folder, panel, rows, key),
@@ -116,7 +117,7 @@ def measure_against(request: Request, candidate: Candidate, yardstick: Yardstick
             role=candidate.role,
             notes=candidate.notes,
         )
-        write_run(folder, started, tokens=tokens)
+        write_run(folder, started, tokens=tokens, teacher=told)
     return Result(folder=folder, measurement=measurement, reused=False)
 
 
@@ -167,24 +168,40 @@ def _open(request: Request, candidate: Candidate, capture: Capture, *, longest: 
 def _check_and_score(
     folder: Path, key: str, engine: Engine, capture: Capture, rows: Sequence[Row]
 ) -> tuple[list[Check], int]:
-    """One pass of the engine: three probes, which must hold before anything is scored, then the missing rows.
+    """One pass of the engine: three probes, which must hold before anything is scored, the missing rows, a probe again.
 
     Returns:
         The checks, and how many tokens of the panel were run.
+
+    Raises:
+        EngineError: a probe does not hold; where it is the last, no row of the run is kept.
     """
-    present = finished_rows(folder, key)
+    parts = folder / "rows"
+    present = finished_rows(parts, key)
     todo = [row for row in rows if row.index not in present]
     probes, tokens = probes_of(rows[0]), 0
     with phase("candidate", total=len(todo), unit="tokens") as advance:
-        outputs = engine.run([*probes, *todo], "hidden")
-        checks = check_probes(engine, probes, outputs) + _one_vocabulary(engine, capture)
-        for row, out in zip(todo, outputs, strict=True):
+        outputs = engine.run([*probes, *todo, probes[0]], "hidden")
+        checks, first = check_probes(engine, probes, outputs)
+        checks += _one_vocabulary(engine, capture)
+        for row in todo:
+            out = next(outputs)
             check_echo(row, out)
             scores = score_row(capture, capture.row(row.index), out.outputs, engine.head, row)
-            write_row(folder, key, row, scores)
+            write_row(parts, key, row, scores)
             tokens += len(row.ids_T)
             advance(1, len(row.ids_T))
-    return checks, tokens
+        at_the_end = _first_row_again(folder, probes[0], first, next(outputs), engine)
+    return [*checks, at_the_end], tokens
+
+
+def _first_row_again(folder: Path, probe: Row, first: Outputs, again: RowOutputs, engine: Engine) -> Check:
+    """`check_end`; where it refuses, rows that were scored by then are as doubtful as it is."""
+    try:
+        return check_end(probe, first, again, engine.head)
+    except EngineError:
+        drop_row_files(folder)
+        raise
 
 
 def _one_vocabulary(engine: Engine, capture: Capture) -> list[Check]:

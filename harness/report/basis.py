@@ -13,7 +13,6 @@ from harness.measure.result import deviations
 from harness.numbers import count, number, percent, with_interval
 from harness.registration import Registration, lead_time
 from harness.stats import Totals, concentration
-from harness.types import Check
 
 # ---- what a lower bound rests on: none of these numbers stands in a column with an exact KL --------------------------
 
@@ -157,7 +156,7 @@ def of_measurement(
         floor=f"{floor.name}, {_kl_text(floor)}" if floor else floor_text(m),
         repeat=repeat_text(m),
         driven_by=_driven(m),
-        failed_checks=_failed(m.preflight),
+        failed_checks=m.failed_checks,
         captured_mass=m.summary.get("captured_teacher_mass_mean"),
         longest=max((row.positions for row in m.per_row), default=None),
         known=known_tokens(m) if "way" in m.scoring else None,
@@ -186,6 +185,7 @@ def of_comparison(c: Comparison) -> Basis:
         floor=f"{floor.name}, {with_interval(floor.kl.estimate, floor.kl)} nats" if floor else None,
         resolution=_resolution(c),
         driven_by=[f"{name}: row {s.row} carries {percent(s.share, 1)} of its summed KL" for name, s in heavy],
+        failed_checks=c.failed_checks,
         captured_mass=min(masses) if masses else None,
         longest=max((row.positions for row in rows), default=None),
     )
@@ -204,10 +204,6 @@ def _driven(m: Measurement) -> list[str]:
     found = concentration(Totals(sums_R, counts_R))
     row = m.per_row[found.top].row
     return [f"row {row} alone carries {percent(found.top_share, 1)} of the summed KL"] if found.driven_by_one else []
-
-
-def _failed(checks: Sequence[Check]) -> list[str]:
-    return [check.name for check in checks if not check.passed]
 
 
 def _resolution(c: Comparison) -> str | None:

@@ -296,6 +296,8 @@ def _glance(
             met = len(own) - len(missed)
             text = f"{met} of {len(own)} met" + (f"; not met: {', '.join(missed)}" if missed else "")
             lines.append(("Registered bars", text))
+    if basis.failed_checks:
+        lines.append(("Failed checks", "; ".join(basis.failed_checks)))
     if tasks is not None:
         shown = [f"{line.name}: {line.values[-1]}{f', {line.verdict}' * bool(line.verdict)}" for line in tasks.lines]
         lines.append(("Task benchmarks", "; ".join(shown)))
@@ -344,6 +346,8 @@ def _panel_result(part: Part, subject: str, side: SideIdentity) -> PanelResult:
     }
     if low is not None and high is not None:
         args["kl_interval_95"] = [low, high]
+    if basis.failed_checks:
+        args["failed_checks"] = list(basis.failed_checks)
     kl_name = "kl_divergence" if basis.estimator == "exact" else "kl_divergence_lower_bound"
     return PanelResult(
         panel=basis.panel.name,

@@ -135,6 +135,7 @@ def warnings(comparison: Comparison) -> list[str]:
     c = comparison
     found = [*registration_warnings(c), *(text for one in c.unlike for text in unlike_warnings(c, one))]
     found += common_warnings(c)
+    found += [f"a check failed: {check}" for check in c.failed_checks]
     found += [text for arm in c.arms for text in arm_warnings(arm)]
     found += [text for pair in c.pairs for text in pair_warnings(pair)]
     found += [*several_warning(len(c.pairs)), *lower_bound_warning(c)]

@@ -9,6 +9,7 @@ import numpy as np
 
 from harness.errors import EngineError, ScoreError
 from harness.measure.preflight import check_alignment, check_ids, check_not_degenerate
+from harness.measure.repeat import TOLERANCE
 from harness.served.seam import ServedRow
 from harness.types import Check, Row
 
@@ -16,8 +17,6 @@ from harness.types import Check, Row
 MASS_TOLERANCE = 1e-4
 #: Mass on ids that no token has, above which it is told.
 OUTSIDE_TOLERANCE = 1e-6
-#: Largest change in nats of one token's log-probability between two answers that is still an engine's noise.
-TOLERANCE = 0.5
 #: Largest difference in nats between two places where one answer tells the same log-probability.
 SAME_NUMBER = 1e-3
 #: No log-probability of a language model is that low: it stands for "not computed".

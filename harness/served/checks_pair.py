@@ -1,24 +1,15 @@
-"""Checks on two answers of a server to one row: what must not move a number, and by how much it does.
-
-Two answers that are not bit-equal are an engine's noise up to `TOLERANCE`, and told with their figure; above it the
-answers are not of one distribution, and refused. Up to `QUIET` the check holds: float32 sums in another order.
-"""
+"""Checks on two answers of a server to one row: what must not move a number, and by how much it does."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from harness.errors import EngineError
-from harness.served.checks_answer import TOLERANCE
+from harness.measure import repeat
+from harness.measure.repeat import Difference
 from harness.served.seam import ServedRow
 from harness.types import Check
 
-#: No KL that is printed is moved by so many nats at a position.
-QUIET = 1e-3
-#: Largest mean change in nats that is.
-MEAN_TOLERANCE = 0.1
 #: At the edge of a chunk, a change of more nats than this that stands out from all near it is a seam.
 SEAM = 1.0
 #: How many times the largest change near it that is.
@@ -27,21 +18,6 @@ STANDS_OUT = 3.0
 NEAR = 64
 #: Chunk sizes that servers use, tried where a server does not tell its own.
 CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """How two answers differ over their common positions, in nats: ``at`` is the position of the largest change."""
-
-    equal: bool
-    largest: float
-    mean: float
-    at: int
-
-    @property
-    def figure(self) -> str:
-        where = "" if self.equal else f" at position {self.at}, mean {self.mean:.2g}"
-        return f"max |difference| {self.largest:.3g}{where}"
 
 
 def difference(a: ServedRow, b: ServedRow) -> Difference:
@@ -60,23 +36,8 @@ def difference(a: ServedRow, b: ServedRow) -> Difference:
 
 
 def check_same(a: ServedRow, b: ServedRow, *, name: str, cause: str, repair: str) -> Check:
-    """Two answers to the same tokens: bit-equal, or their largest difference is told, or refused above the tolerance.
-
-    Args:
-        cause: what was different between them, as in ``after a row with the same beginning``.
-    """
-    change = difference(a, b)
-    if change.largest > TOLERANCE or change.mean > MEAN_TOLERANCE:
-        raise EngineError(
-            f"row {a.index}: the same tokens have other log-probabilities {cause}: {change.figure} nats "
-            f"(above {TOLERANCE:g}, or {MEAN_TOLERANCE:g} in the mean)",
-            repair,
-        )
-    if change.largest <= QUIET:
-        note = "" if change.equal else f"differs {cause}, by less than {QUIET:g}"
-        return Check(name=name, passed=True, figure=change.figure, note=note)
-    note = f"differs {cause}: within {TOLERANCE:g}, noise that is part of every number"
-    return Check(name=name, passed=False, figure=change.figure, note=note)
+    """Two answers to the same tokens, judged as those of any engine are (`harness.measure.repeat.check_same`)."""
+    return repeat.check_same(a.index, difference(a, b), name=name, cause=cause, repair=repair)
 
 
 def check_seams(whole: ServedRow, moved: ServedRow, kept: int, dropped: int, chunk: int | None) -> Check:

@@ -132,7 +132,7 @@ def _measure(run: _Run) -> Measurement:
     """Capture, preflight, rows, receipt, bookkeeping."""
     started, yardstick = time.time(), run.yardstick
     require_room(run.folder, yardstick.rows)
-    capture, reproduced = yardstick.captured(run.request.device)
+    capture, reproduced, told = yardstick.captured(run.request.device)
     checks = _preflight(run, capture)
     wire = _ask_and_score(run, capture)
     table = join_rows(run.folder, yardstick.panel, yardstick.rows, run.key)
@@ -152,7 +152,14 @@ def _measure(run: _Run) -> Measurement:
         estimator="lower_bound",
         extras=receipt_extras(table, yardstick.panel),
     )
-    write_run(run.folder, started, tokens=wire.tokens, wire_bytes=wire.bytes, server_seconds=round(wire.seconds, 2))
+    write_run(
+        run.folder,
+        started,
+        tokens=wire.tokens,
+        wire_bytes=wire.bytes,
+        server_seconds=round(wire.seconds, 2),
+        teacher=told,
+    )
     return measurement
 
 

@@ -9,4 +9,4 @@ from harness.types import Check, Engine, Row
 def check_engine(engine: Engine, row: Row) -> list[Check]:
     """Run the beginning of a row, a row that begins like it, and it again, and look at what comes back."""
     probes = probes_of(row)
-    return check_probes(engine, probes, iter(engine.run(probes, "hidden")))
+    return check_probes(engine, probes, iter(engine.run(probes, "hidden")))[0]

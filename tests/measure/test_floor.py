@@ -123,7 +123,7 @@ def test_perturbation_is_small_seeded_and_never_zero(
     assert np.array_equal(kl_of(again), kl_of(floors["perturb"]))
     assert not np.array_equal(kl_of(other), kl_of(again))
     assert kl_of(other).mean() == pytest.approx(kl_of(again).mean(), rel=0.5)
-    assert again.measurement.preflight[3].passed  # the same row twice is bit-equal, noise and all
+    assert again.measurement.preflight[3].passed  # the same row twice: noise and all
 
 
 def test_noise_of_a_row_does_not_depend_on_the_run(

@@ -11,6 +11,7 @@ import torch
 
 from harness.errors import EngineError, ScoreError
 from harness.measure.preflight import check_echo, check_support, probes_of
+from harness.measure.repeat import check_same, difference_of
 from harness.types import Logits, Row, RowOutputs
 from tests.engines.toy import ToyEngine
 from tests.measure.checked import check_engine
@@ -66,13 +67,38 @@ def test_nll_of_zero_everywhere_is_refused():
 
 
 def test_engine_that_differs_between_repeats_is_told():
-    """A repeated row that is not bit-equal becomes a line with its figure."""
+    """A repeated row that is not bit-equal becomes a line with its figure, in nats."""
 
     def noisy(out: RowOutputs, number: int) -> RowOutputs:
-        return replace(out, outputs=Logits(logits_TV=out.outputs.logits_TV + 0.25 * number))
+        moved = out.outputs.logits_TV.clone()
+        moved[:, 0] += size * number  # only token 0 has other logits: P(0) is 0.9 where it is next, else 0.0067
+        return replace(out, outputs=Logits(logits_TV=moved))
 
+    size = 0.1
     repeat = [c for c in check_engine(Wrong(noisy), counting_row()) if "twice" in c.name]
-    assert not repeat[0].passed and repeat[0].figure == "max |difference| 0.5"  # the first and the third request
+    want = 0.2 - np.log(0.1 / 15 * np.exp(0.2) + 1 - 0.1 / 15)  # the first and the third request
+    assert not repeat[0].passed and repeat[0].figure.startswith(f"max |difference| {want:.3g} at position")
+    size = 1.0
+    with pytest.raises(EngineError, match="row 3: the same tokens have other log-probabilities after a row with the"):
+        check_engine(Wrong(noisy), counting_row())
+
+
+def test_what_both_answers_lack_is_no_difference():
+    """-inf and NaN at the same places are equal; where only one has them, nothing compares."""
+    logits = ToyEngine().run([counting_row()])
+    a = next(iter(logits)).outputs.logits_TV
+    b = a.clone()
+    a[:, 5], b[:, 5] = -np.inf, -np.inf
+    b[7, 3] += 1e-4
+    found = difference_of(Logits(logits_TV=a), Logits(logits_TV=b), None, np.zeros(39, np.int64))
+    assert not found.equal and 0 < found.largest < 2e-4 and found.at == 7
+    b[9, 5] = 0.0
+    assert difference_of(Logits(logits_TV=a), Logits(logits_TV=b), None, np.full(39, 5)).largest == np.inf
+    b[9, 5] = np.nan
+    broken = difference_of(Logits(logits_TV=a), Logits(logits_TV=b), None, np.full(39, 5))
+    assert broken.largest == np.inf
+    with pytest.raises(EngineError, match="max .difference. inf at position 9"):
+        check_same(0, broken, name="n", cause="again", repair="r")
 
 
 @pytest.mark.parametrize(

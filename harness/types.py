@@ -56,6 +56,8 @@ class Panel:
     tokenizer_name: str
     unit: Literal["document", "row"] = "document"
     registration_sha256: str | None = None
+    #: Of all that its seal says, `harness.panel.seal.Lock.fields_sha256`; ``sha256`` is of the token ids alone.
+    seal_sha256: str = ""
 
     @property
     def positions(self) -> int:

@@ -32,6 +32,7 @@ class PanelIdentity(Strict):
     unit: Literal["document", "row"]
     rows: int
     positions: int
+    seal_sha256: str = ""
     registration_sha256: str | None = None
 
 

@@ -140,6 +140,7 @@ def panel_identity(panel: Panel) -> PanelIdentity:
         unit=panel.unit,
         rows=len(panel.rows),
         positions=panel.positions,
+        seal_sha256=panel.seal_sha256,
         registration_sha256=panel.registration_sha256,
     )
 

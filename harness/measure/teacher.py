@@ -258,6 +258,7 @@ class Yardstick:
         teacher = self.teacher.sha256 if isinstance(self.teacher, Capture) else self.teacher.capture_key(self.panel)
         return {
             "panel": self.panel.sha256,
+            "panel_seal": self.panel.seal_sha256,
             "rows": [row.index for row in self.rows],
             "registration": self.panel.registration_sha256,
             "teacher": teacher,

@@ -40,6 +40,7 @@ from harness.panel.seal import (
     read_lock,
     read_rows,
     seal_name,
+    write_lock,
     write_rows,
     write_seal,
 )
@@ -93,7 +94,7 @@ def build_panel(path: Path, *, tokenizer: str | None = None, out: Path | None = 
 
 def _write(target: Path, built: Built, reseal: bool) -> Panel:
     if (target / LOCK_FILE).exists() and not reseal:
-        sealed = read_lock(target)
+        sealed = read_lock(target, check=False)
         different = sealed.differences(built.lock)
         if different:
             raise PanelError(
@@ -103,6 +104,8 @@ def _write(target: Path, built: Built, reseal: bool) -> Panel:
             )
         if not _holds(target, built.rows):
             write_rows(target, built.rows)
+        if sealed.seal_sha256 != sealed.fields_sha256:
+            write_lock(target, sealed)
         return panel_of(sealed, built.rows)
     write_seal(target, built.lock, built.rows)
     return panel_of(built.lock, built.rows)
@@ -134,7 +137,7 @@ def ensure_built(path: Path, *, tokenizer: str | None = None) -> Panel:
 
 def seal_folder(path: Path, recipe: Recipe, tokenizer: LockTokenizer, *, is_default: bool) -> Path:
     """Where a seal lies: the folder that has one for this tokenizer, the panel's own, or one under ``seals/``."""
-    for folder, lock in list_seals(path):
+    for folder, lock in list_seals(path, check=False):
         if lock.tokenizer.sha256 == tokenizer.sha256:
             return folder
     return path if is_default else path / SEALS_FOLDER / seal_name(tokenizer)

@@ -77,12 +77,18 @@ class LockCounts(Strict):
     domains: dict[str, int]
 
 
+#: What two seals of one panel may differ in: versions of libraries, the tokenizer's name, the registration, which is
+#: sealed by its own digest, and the seal itself.
+ASIDE: Any = {"versions": True, "registration_sha256": True, "tokenizer": {"name"}, "seal_sha256": True}
+
+
 class Lock(Strict):
-    """panel.lock.json. ``sha256`` is `panel_digest` of the rows; ``versions`` never decide whether two seals agree."""
+    """panel.lock.json. ``sha256`` is `panel_digest` of the rows; ``seal_sha256`` covers every field but `ASIDE`."""
 
     format: Literal["exl3-fidelity/panel/1"] = "exl3-fidelity/panel/1"
     name: str
     sha256: str
+    seal_sha256: str = ""
     recipe_sha256: str
     registration_sha256: str | None = None
     unit: Literal["document", "row"]
@@ -96,10 +102,18 @@ class Lock(Strict):
     rows: list[LockRow]
 
     def differences(self, other: Lock) -> list[str]:
-        """Names of the fields in which two seals disagree, the tokenizer's name and library versions aside."""
-        aside: Any = {"versions": True, "registration_sha256": True, "tokenizer": {"name"}}
-        ours, theirs = self.model_dump(exclude=aside), other.model_dump(exclude=aside)
+        """Names of the fields in which two seals disagree, `ASIDE` apart."""
+        ours, theirs = self.model_dump(exclude=ASIDE), other.model_dump(exclude=ASIDE)
         return [field for field in ours if ours[field] != theirs[field]]
+
+    @property
+    def fields_sha256(self) -> str:
+        """What ``seal_sha256`` has to be."""
+        return json_digest(self.model_dump(mode="json", exclude=ASIDE))
+
+    def sealed(self) -> Lock:
+        """The same with its seal."""
+        return self.model_copy(update={"seal_sha256": self.fields_sha256})
 
 
 def panel_digest(row_digests: Sequence[str]) -> str:
@@ -116,7 +130,12 @@ def seal_name(tokenizer: LockTokenizer) -> str:
 def write_seal(folder: Path, lock: Lock, rows: Sequence[Row]) -> None:
     """Write rows.parquet, then panel.lock.json: the lock's existence means that the rows are whole."""
     write_rows(folder, rows)
-    write_json(folder / LOCK_FILE, lock.model_dump())
+    write_lock(folder, lock)
+
+
+def write_lock(folder: Path, lock: Lock) -> None:
+    """Write panel.lock.json with its seal."""
+    write_json(folder / LOCK_FILE, lock.sealed().model_dump())
 
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
@@ -169,6 +188,7 @@ def panel_of(lock: Lock, rows: Sequence[Row]) -> Panel:
         tokenizer_name=lock.tokenizer.name,
         unit=lock.unit,
         registration_sha256=lock.registration_sha256,
+        seal_sha256=lock.fields_sha256,
     )
 
 
@@ -189,14 +209,29 @@ def find_seal(path: Path, tokenizer: str | None = None) -> tuple[Path, Lock]:
     )
 
 
-def list_seals(path: Path) -> list[tuple[Path, Lock]]:
+def list_seals(path: Path, *, check: bool = True) -> list[tuple[Path, Lock]]:
     """All seals of a panel, the default one first."""
     folders = [path, *sorted(folder for folder in (path / SEALS_FOLDER).glob("*") if folder.is_dir())]
-    return [(folder, read_lock(folder)) for folder in folders if (folder / LOCK_FILE).exists()]
+    return [(folder, read_lock(folder, check=check)) for folder in folders if (folder / LOCK_FILE).exists()]
 
 
-def read_lock(folder: Path) -> Lock:
-    return load_json(folder / LOCK_FILE, Lock, "restore it from git", PanelError)
+def read_lock(folder: Path, *, check: bool = True) -> Lock:
+    """Read panel.lock.json.
+
+    Args:
+        check: refuse one that is not its own seal; without, for what compares every field with rows built anew.
+    """
+    lock = load_json(folder / LOCK_FILE, Lock, "restore it from git", PanelError)
+    if check and lock.seal_sha256 != lock.fields_sha256:
+        said = (
+            "was changed after sealing" if lock.seal_sha256 else "is of an older version, whose seal covers rows only"
+        )
+        raise PanelError(
+            f"{folder.name}/{LOCK_FILE} {said} (its fields are {lock.fields_sha256[:12]}, "
+            f"sealed {lock.seal_sha256[:12] or 'nothing'})",
+            "restore it from git, or build the panel again, which seals what comes out the same: fidelity panel build",
+        )
+    return lock
 
 
 def read_rows(folder: Path, panel: Path) -> list[Row]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import PanelError, UsageError
-from harness.panel.seal import LOCK_FILE, find_seal, list_seals
+from harness.panel.seal import find_seal, list_seals, write_lock
 from harness.registration.model import FILE, Registration, load_registration
-from harness.store import folder_lock, write_json
+from harness.store import folder_lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def register(folder: Path, *, replace: bool = False) -> Registration:
     for place, lock in seals:
         with folder_lock(place):
             sealed = lock.model_copy(update={"registration_sha256": registration.sha256})
-            write_json(place / LOCK_FILE, sealed.model_dump())
+            write_lock(place, sealed)
     return registration
 
 

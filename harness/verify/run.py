@@ -259,6 +259,8 @@ def _verify_panel(outcome: Outcome, m: Measurement, frame: pd.DataFrame, folder:
         return
     outcome.compare("panel.sha256", m.panel.sha256, panel.sha256)
     outcome.compare("panel.recipe_sha256", m.panel.recipe_sha256, panel.recipe_sha256)
+    if m.panel.seal_sha256:
+        outcome.compare("panel.seal_sha256", m.panel.seal_sha256, panel.seal_sha256)
     outcome.compare("panel.rows", m.panel.rows, len(panel.rows))
     if panel.sha256 != m.panel.sha256:
         return

@@ -17,7 +17,7 @@ import pytest
 from harness.cli import main
 from harness.errors import HarnessError, PanelError, StorageError, UsageError
 from harness.panel import build_panel, check_tokenizer, ensure_built, load_panel, tokenizer_digest
-from harness.panel.seal import ROWS_FILE, ROWS_SCHEMA
+from harness.panel.seal import ROWS_FILE, ROWS_SCHEMA, read_lock, write_lock
 from harness.store import folder_lock
 from harness.types import Panel
 from tests.panel.made_panels import make_panel, make_tokenizer, words
@@ -157,9 +157,27 @@ def test_edited_rows_are_refused(panel: Path, change: Any, message: str) -> None
     ids=["row digest", "whole digest", "length", "unknown key", "other format"],
 )
 def test_edited_locks_are_refused(panel: Path, change: Any, message: str) -> None:
+    """By the seal where only a field was edited, and by the rows where the seal was made to fit."""
     edit_lock(panel, change)
+    with pytest.raises(PanelError, match=message if message == "cannot be read" else "was changed after sealing"):
+        load_panel(panel)
+    if message != "cannot be read":
+        write_lock(panel, read_lock(panel, check=False))
     with pytest.raises(PanelError, match=message):
         load_panel(panel)
+
+
+def test_a_lock_without_a_seal_is_sealed_by_building(panel: Path) -> None:
+    """A lock of an older version is refused, and the repair it names works; an edited field is not sealed so."""
+    whole = (panel / "panel.lock.json").read_text()
+    edit_lock(panel, lambda lock: lock.pop("seal_sha256"))
+    with pytest.raises(PanelError, match="of an older version.*\n  repair: .*fidelity panel build"):
+        load_panel(panel)
+    build_panel(panel)
+    assert json.loads((panel / "panel.lock.json").read_text()) == json.loads(whole)
+    edit_lock(panel, lambda lock: lock.update(unit="row"))
+    with pytest.raises(PanelError, match="what was built is not what is sealed .different: unit;"):
+        build_panel(panel)
 
 
 def test_edited_recipe_is_refused(panel: Path) -> None:

@@ -82,7 +82,7 @@ def panel(tmp_path: Path) -> Path:
         rows=[LockRow(row=i, document=f"d{i}", domain="prose", source=0, start=0, sha256="d" * 64) for i in range(4)],
     )
     for place in (folder, folder / "seals" / "other"):
-        write_json(place / "panel.lock.json", lock.model_dump())
+        write_json(place / "panel.lock.json", lock.sealed().model_dump())
     (folder / "registration.toml").write_text(TEXT)
     return folder
 

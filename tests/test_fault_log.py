@@ -20,6 +20,7 @@ from tests.fault_cases import (
     served,
     serving,
     state,
+    statements,
     stats,
     storage,
     support,
@@ -27,15 +28,29 @@ from tests.fault_cases import (
 )
 from tests.fault_cases.entry import Fault
 
-CLASSES = (identity, support, numeric, state, aggregate, storage, stats, report, card, tasks, serving, served)
+CLASSES = (
+    identity,
+    support,
+    numeric,
+    state,
+    aggregate,
+    storage,
+    stats,
+    report,
+    card,
+    tasks,
+    serving,
+    served,
+    statements,
+)
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 
 FAULTS = Path(__file__).parents[1] / "../shared/FAULTS.md"
 FAULTS_2 = FAULTS.with_name("FAULTS_2.md")
 #: Entries of list C that nobody has mended yet, by the issue that will.
 OPEN = {
-    11: (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, *range(52, 61)),
-    12: tuple(range(21, 41)),
+    11: (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17, 18, 19, 20, *range(52, 61)),
+    12: (*range(21, 36), 37, 39, 40),
     13: tuple(range(41, 52)),
 }
 

@@ -14,5 +14,6 @@ CLASSES = (
     "card",
     "tasks",
     "serving",
+    "statements",
 )
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

@@ -106,7 +106,7 @@ def _stored(checkpoint: Checkpoint, name: str, width: int, columns: int) -> tupl
         bias = None if linear.bias is None else linear.bias[:columns]
         return dense_weight(linear), bias
     has_bias = f"{name}.bias" in checkpoint.plain
-    return checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(f"{name}.bias") if has_bias else None
+    return checkpoint.value(f"{name}.weight"), checkpoint.tensor(f"{name}.bias") if has_bias else None
 
 
 def _digested(

@@ -6,6 +6,7 @@ not assumed), else logits. On a CPU bf16 and fp16 weights are computed in float3
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +18,19 @@ from harness import __version__
 from harness.engines.base import device_name, model_of, refuse_long_rows, stored_dtype
 from harness.engines.head import PROBE, deviation, head_of, is_separable
 from harness.engines.models import ModelFolder
+from harness.engines.stream_weights import Weights, skeleton
 from harness.errors import CheckpointError, EngineError
+from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.files import loading_view, model_files
+from harness.exl3.foreign import Foreign, foreign_format
 from harness.progress import quiet_transformers
 from harness.types import EngineIdentity, Head, Hidden, Logits, Outputs, Row, RowOutputs, Want
 
 ComputeDType = Literal["auto", "float32", "bfloat16", "float16"]
 #: Changes a loaded model in place, and returns what its identity shall say of that.
 Alter = Callable[[Any], Mapping[str, str | int | float | bool | None]]
+
+_PLAIN = "give the BF16 checkpoint"
 
 
 class _Cut(Exception):
@@ -55,18 +61,42 @@ def dtype_of(compute: ComputeDType, device: str) -> torch.dtype:
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str, *, packed: bool = False) -> Any:
-    """Load a causal LM whose every parameter comes from the checkpoint, or refuse.
+    """Load a causal LM with every tensor of the checkpoint in its place and every parameter from it, or refuse.
 
     Args:
         packed: keep EXL3 weights packed and decode them when used (little memory) instead of once at load.
+
+    Raises:
+        CheckpointError: a tensor without a place or a rule, a parameter that nothing fills, a format that is not read.
     """
     quiet_transformers()
-    if is_exl3(folder):
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.modules or checkpoint.tables:
         from harness.exl3.hf import load_exl3
 
         return load_exl3(folder, dequantize=not packed, dtype=dtype, device=device)
+    foreign = foreign_format(checkpoint)
+    return _load_dense(folder, dtype, device) if foreign is None else _load_foreign(folder, foreign, dtype, device)
+
+
+def _load_dense(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """The same parts as a run layer by layer fills, all at once: one rule for what goes where."""
+    from transformers import GenerationConfig
+
+    model = skeleton(folder, dtype, device)
+    weights = Weights(model, folder, device)
+    weights.fill()
+    weights.close()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _load_foreign(folder: Path, foreign: Foreign, dtype: torch.dtype, device: str) -> Any:
+    """A format that transformers reads with another package, where that is installed."""
     from transformers import AutoModelForCausalLM
 
+    repair = f"pip install {foreign.package}, or give the BF16 checkpoint" if foreign.package else _PLAIN
     try:
         with loading_view(model_files(folder)) as view:
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -77,15 +107,14 @@ def load_model(folder: Path, dtype: torch.dtype, device: str, *, packed: bool = 
                 device_map=device,
                 trust_remote_code=False,
             )
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
-        raise CheckpointError(f"{folder.name} cannot be loaded: {first}", "check that the download is whole") from error
-    unfilled = sorted(info["missing_keys"]) + [str(key) for key in info.get("mismatched_keys", ())]
-    if unfilled:
-        raise CheckpointError(
-            f"{folder.name}: {len(unfilled)} parameters are not in the checkpoint, first {unfilled[0]}",
-            "they would be random numbers; fetch the missing shard or the right revision",
-        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{folder.name} is {foreign.name} and cannot be loaded: {lines[0]}", repair) from error
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if found := sorted(map(str, info.get(what) or ())):
+            raise CheckpointError(
+                f"{folder.name} is {foreign.name}: {len(found)} {what.replace('_', ' ')}, first {found[0]}", _PLAIN
+            )
     return model.eval()
 
 
@@ -202,9 +231,21 @@ def identity_of(
             "batch": 1,
             "kv_cache": False,
             "support": head.vocab_size,
+            **_read_from(model, located.path),
             **(altered or {}),
         },
     )
+
+
+def _read_from(model: Any, folder: Path) -> dict[str, str]:
+    """What became of the tensors of a checkpoint, where that is more than "all are placed as they were stored"."""
+    found: dict[str, str] = {}
+    if skipped := model.accounting.summary():
+        found["tensors_left_out"] = "; ".join(f"{count} {rule}" for rule, count in sorted(skipped.items()))
+    kinds = Counter(scaled.kind for scaled in open_checkpoint(folder).scaled.values())
+    if kinds:
+        found["dequantised"] = "; ".join(f"{count} tensors of {kind}" for kind, count in sorted(kinds.items()))
+    return found
 
 
 def _version() -> str:

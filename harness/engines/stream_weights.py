@@ -25,11 +25,13 @@ from torch import nn
 
 from harness.errors import CheckpointError, EngineError
 from harness.exl3.checkpoint import open_checkpoint
+from harness.exl3.foreign import foreign_format
 from harness.exl3.headers import TensorHeader
 from harness.exl3.hf_layout import Plain, plan_layout, wanted_dtype
 from harness.exl3.hf_names import Names
 from harness.exl3.hf_place import PackedPlace, Place, PlainPart, places, view_of, write_packed
 from harness.exl3.hf_plan import fill_bias
+from harness.exl3.hf_rules import check_rotary
 from harness.exl3.tensors import Exl3Linear, RowTable, decode_embedding
 
 #: Tensors of at least this many bytes get memory pages of their own.
@@ -48,12 +50,20 @@ class Unit:
 
 
 def skeleton(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """The model of ``folder`` on the meta device; only what it computes itself (rotary tables) lies on ``device``."""
+    """The model of ``folder`` on the meta device; only what it computes itself (rotary tables) lies on ``device``.
+
+    Raises:
+        CheckpointError: transformers does not know the architecture, or config.json is not what it takes.
+    """
     from transformers import AutoConfig
 
     from harness.exl3.hf import auto_class
 
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{folder.name} cannot be loaded: {lines[0]}", "check its config.json") from error
     for holder in (config, config.get_text_config()):
         holder.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
@@ -87,6 +97,12 @@ class Weights:
     def __init__(self, model: Any, folder: Path, device: str) -> None:
         self._model, self._device = model, torch.device(device)
         self._checkpoint = open_checkpoint(folder)
+        if (foreign := foreign_format(self._checkpoint)) is not None:
+            raise CheckpointError(
+                f"{folder.name} is {foreign.name}: packed weights that are not read layer by layer",
+                "leave out --memory-budget, or give the BF16 checkpoint",
+            )
+        check_rotary(model, self._checkpoint)
         self._names = Names(model)
         self._meta = dict(self._names.state)
         self._dtypes = {name: wanted_dtype(model, name, meta) for name, meta in self._meta.items()}
@@ -99,6 +115,19 @@ class Weights:
 
     def __del__(self) -> None:
         self.close()
+
+    def fill(self) -> None:
+        """Fill the whole model; parameters that are one tensor in the class stay one."""
+        shared = self._model.all_tied_weights_keys
+        filled = {target for units in self._units.values() for unit in units for target in unit.targets}
+        tied = {name: source for name, source in shared.items() if name in filled and source in filled}
+        for units in self._units.values():
+            for unit in units:
+                if unit.targets[0] not in tied:
+                    self.install(unit.fill(lambda size: None))
+        for name, source in tied.items():
+            owner, leaf = self._owner(name)
+            owner._parameters[leaf] = self._model.get_parameter(source)
 
     def under(self, path: str) -> list[Unit]:
         """The units of every parameter and buffer below the module ``path``."""
@@ -131,6 +160,7 @@ class Weights:
 
     def _sorted_units(self) -> dict[str, list[Unit]]:
         layout = plan_layout(self._names, self._checkpoint)
+        self._model.accounting = layout.accounting
         units: dict[str, list[Unit]] = defaultdict(list)
 
         def add(targets: tuple[str, ...], fill: Callable[[Admit], dict[str, torch.Tensor]]) -> None:
@@ -188,6 +218,11 @@ class Weights:
             done += read
         return raw.view(header.torch_dtype).reshape(header.shape)
 
+    def _value(self, key: str) -> torch.Tensor:
+        """A plain tensor as the numbers that it stands for."""
+        stored, scaled = self._read(self._checkpoint.tensors[key]), self._checkpoint.scaled.get(key)
+        return stored if scaled is None else scaled.value(stored, self._read(scaled.scale))
+
     def _linear(self, place: PackedPlace) -> Exl3Linear:
         linear = Exl3Linear.from_tensors(
             place.module.name,
@@ -233,7 +268,7 @@ class Weights:
 
     def _alone(self, target: str, key: str, admit: Admit) -> dict[str, torch.Tensor]:
         admit(self._bytes(target))
-        stored = self._read(self._checkpoint.tensors[key])
+        stored = self._value(key)
         fits = self._device.type == "cpu" and stored.dtype == self._dtypes[target]
         return {target: stored if fits else self._new(target).copy_(stored)}
 
@@ -261,7 +296,7 @@ class Weights:
         for place in found:
             view = view_of(place, whole)
             admit(view.numel() * whole.element_size())
-            view.copy_(self._read(self._checkpoint.tensors[place.module.name]))
+            view.copy_(self._value(place.module.name))
         return {target: whole}
 
     def _converted(self, group: Plain, admit: Admit) -> dict[str, torch.Tensor]:
@@ -270,7 +305,7 @@ class Weights:
         admit(sum(map(self._bytes, group.targets)))
         converter = deepcopy(group.converter)
         for key, pattern in group.sources:
-            tensor = self._read(self._checkpoint.tensors[key]).to(self._device, self._dtypes[target])
+            tensor = self._value(key).to(self._device, self._dtypes[target])
             converter.add_tensor(target, key, pattern, tensor)
         made = converter.convert(target, model=self._model, config=self._model.config)
         tensors = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

@@ -1,7 +1,7 @@
 """What a checkpoint holds, counted from the shard headers: rates, codebooks, dtypes, bytes, bits per weight.
 
-Bits per weight are counted, never derived from a config or a formula over layers. Three scopes: routed experts, all
-quantised modules (head included), and the whole file. ``mean_k`` weighs K by the weights coded, padding included;
+Bits per weight are counted, never derived from a config or a formula over layers. Scopes: routed experts, all quantised
+modules (head included), each with its prediction (MTP) layers apart, and the whole file. ``mean_k`` weighs K by the weights coded, padding included;
 ``bits_per_weight`` is 8 x bytes / weights with every scale and marker of the scope in the bytes.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.claims import Kind, Section, Spot, decoder_layers, mismatches, spot_of
+from harness.exl3.foreign import weights_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +72,28 @@ class Census:
 
     @property
     def routed(self) -> Rate | None:
-        """Routed experts, those of an MTP layer included; None where there are none."""
-        return self._packed(lambda group: group.kind == "routed experts")
+        """Routed experts of the decoder layers; None where there are none."""
+        return self._packed(lambda group: group.kind == "routed experts" and group.section == "text")
 
     @property
     def quantised(self) -> Rate | None:
         """Every packed linear, the head included; None in a plain checkpoint."""
         return self._packed(lambda group: True)
+
+    @property
+    def scopes(self) -> dict[str, Rate]:
+        """Each scope that is there: of the decoder layers, of prediction (MTP) layers, and of all together."""
+        found = {
+            "routed experts": self.routed,
+            "routed experts (MTP)": self._packed(lambda g: g.kind == "routed experts" and g.section == "mtp"),
+            "quantised, without MTP": self._packed(lambda group: group.section != "mtp"),
+            "quantised (MTP)": self._packed(lambda group: group.section == "mtp"),
+            "all quantised": self.quantised,
+            "whole file": self.whole,
+        }
+        if found["quantised (MTP)"] is None:
+            del found["quantised, without MTP"]
+        return {name: rate for name, rate in found.items() if rate is not None}
 
     @property
     def whole(self) -> Rate:
@@ -111,7 +127,14 @@ class Census:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for scripts."""
-        scopes = {"routed_experts": self.routed, "quantised": self.quantised, "whole_file": self.whole}
+        mtp = self._packed(lambda group: group.kind == "routed experts" and group.section == "mtp")
+        scopes = {
+            "routed_experts": self.routed,
+            "routed_experts_mtp": mtp,
+            "quantised": self.quantised,
+            "quantised_mtp": self._packed(lambda group: group.section == "mtp"),
+            "whole_file": self.whole,
+        }
         return {
             "name": self.name,
             "shards": self.shards,
@@ -170,7 +193,7 @@ def take_census(checkpoint: Checkpoint) -> Census:
 
 
 def _groups(checkpoint: Checkpoint) -> list[Group]:
-    layers = decoder_layers(checkpoint.config)
+    layers = decoder_layers(checkpoint)
     sums: dict[tuple[Spot, float, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, module in checkpoint.modules.items():
         total = sums[spot_of(name, layers), module.bits, module.codebook]
@@ -187,13 +210,16 @@ def _spot(spot: Spot) -> dict[str, Any]:
 
 
 def _native(checkpoint: Checkpoint) -> list[Native]:
-    layers = decoder_layers(checkpoint.config)
+    layers = decoder_layers(checkpoint)
     sums: dict[tuple[Section, Kind, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, header in checkpoint.plain.items():
         spot = spot_of(name.rpartition(".")[0], layers)
         total = sums[spot.section, spot.kind, header.dtype]
-        for index, value in enumerate((1, header.elements, header.bytes)):
+        for index, value in enumerate((1, weights_in(checkpoint, header), header.bytes)):
             total[index] += value
+    for name, scaled in checkpoint.scaled.items():
+        spot = spot_of(name.rpartition(".")[0], layers)
+        sums[spot.section, spot.kind, checkpoint.plain[name].dtype][2] += scaled.scale.bytes
     return [
         Native(section=section, kind=kind, dtype=dtype, tensors=total[0], weights=total[1], bytes=total[2])
         for (section, kind, dtype), total in sorted(sums.items())

@@ -20,6 +20,7 @@ from harness.exl3.codebook import MARKERS, Codebook
 from harness.exl3.files import model_files, read_json
 from harness.exl3.headers import TensorHeader, read_exact
 from harness.exl3.layout import TILE, bits_of
+from harness.exl3.scaled import Scaled, find_scaled
 from harness.exl3.tensors import (
     PARTS,
     Exl3Linear,
@@ -80,6 +81,8 @@ class PackedModule:
 class Checkpoint:
     """The tensors of a checkpoint, sorted into packed linears, row-wise tables and plain tensors.
 
+    Plain tensors that are 8-bit codes stand in ``scaled`` too, with the scales they are multiplied with.
+
     ``shards`` is empty where only headers are known (a Hub repository); `linear` and `tensor` then refuse.
     """
 
@@ -92,6 +95,9 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         self.modules, self.tables, self.plain = _sort(self.tensors)
+        self.scaled: dict[str, Scaled] = find_scaled(self.plain, self.quantization)
+        for scaled in self.scaled.values():
+            del self.plain[scaled.scale.name]
         self._open: dict[str, Any] = {}
 
     @cached_property
@@ -116,6 +122,11 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{header.shard}: {key} cannot be read: {error}", _FETCH) from error
         return loaded
+
+    def value(self, key: str) -> torch.Tensor:
+        """A plain tensor as the numbers that it stands for: codes times their scales, in float32."""
+        scaled = self.scaled.get(key)
+        return self.tensor(key) if scaled is None else scaled.value(self.tensor(key), self.tensor(scaled.scale.name))
 
     def linear(self, name: str, *, in_features: int | None = None, out_features: int | None = None) -> Exl3Linear:
         """The packed linear ``name``, checked; sizes default to the padded ones.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,8 +25,10 @@ AVERAGE_TOLERANCE = 0.05
 _PER_TENSOR = ("layer_bits", "scope", "non_routed_dtype_policy", "non_routed_exl3")
 
 #: Multi-token-prediction modules by their name; layers past the model's last are such too.
-MTP = re.compile(r"(^|\.)mtp\.")
+MTP = re.compile(r"(^|\.)mtp[._]")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_STACKED = re.compile(r"^(?:.*\.)?layers\.\d+\.")
+_PREDICTS = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head)\.")
 _VISION = re.compile(r"(^|\.)(visual|vision\w*|image\w*|audio\w*|multi_modal_projector|mm_projector)\.")
 _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("shared experts", re.compile(r"\.shared_experts?(\.|$)")),
@@ -65,8 +67,18 @@ def spot_of(module: str, layers: int | None) -> Spot:
     return Spot(section=section, layer=layer, kind=kind, leaf=leaf)
 
 
-def decoder_layers(config: Mapping[str, Any]) -> int | None:
-    """``num_hidden_layers`` of the text model; None where the config does not say."""
+def decoder_layers(checkpoint: Checkpoint) -> int | None:
+    """Where the prediction layers begin: ``num_hidden_layers``, unless a decoder layer lies past it; None if unknown."""
+    claimed = _claimed_layers(checkpoint.config)
+    if claimed is None:
+        return None
+    first = prediction_layers(checkpoint.tensors)
+    found = {int(layer[1]) for key in checkpoint.tensors if not _VISION.search(key) and (layer := _LAYER.search(key))}
+    unproven = {layer for layer in found if layer >= claimed} - {int(prefix.split(".")[-2]) for prefix in first}
+    return max(unproven) + 1 if unproven else claimed
+
+
+def _claimed_layers(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config")
     for holder in (text, config):
         if isinstance(holder, Mapping) and isinstance(holder.get("num_hidden_layers"), int):
@@ -74,22 +86,40 @@ def decoder_layers(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def prediction_layers(keys: Iterable[str]) -> set[str]:
+    """``model.layers.61.`` of every layer that joins the last states and the next embedding, as no decoder layer does."""
+    return {layer[0] for key in keys if _PREDICTS.search(key) and (layer := _STACKED.match(key))}
+
+
+def _layer_count(checkpoint: Checkpoint) -> list[str]:
+    claimed, held = _claimed_layers(checkpoint.config), decoder_layers(checkpoint)
+    if claimed == held:
+        return []
+    return [f"config says num_hidden_layers={claimed}, the shards hold {held} decoder layers"]
+
+
 # ---- claims held against the tensors ---------------------------------------------------------------------------------
 
 
 def mismatches(checkpoint: Checkpoint) -> list[str]:
     """One line for every claim that the tensors contradict; empty where they agree or nothing is claimed."""
-    layers = decoder_layers(checkpoint.config)
+    layers = decoder_layers(checkpoint)
     placed = [(spot_of(name, layers), module) for name, module in checkpoint.modules.items()]
     claims = checkpoint.quantization
     lines = _average(placed, claims) + _by_tensor(placed, claims) + _head(placed, checkpoint, claims)
-    return lines + _codebooks(checkpoint, claims) + _stored(checkpoint)
+    return _layer_count(checkpoint) + lines + _codebooks(checkpoint, claims) + _stored(checkpoint)
 
 
 def mean_bits(modules: list[PackedModule]) -> float:
     """Average K, weighted by the weights coded; nan of nothing."""
     weights = sum(module.weights for module in modules)
     return sum(module.bits * module.weights for module in modules) / weights if weights else float("nan")
+
+
+def claimed_bits(claims: Mapping[str, Any]) -> float | None:
+    """The average that a block claims: ``bits_mean`` beside a ``bits`` that is an integer, as the Hub wants it."""
+    mean = _number(claims.get("bits_mean"))
+    return _number(claims.get("bits")) if mean is None else mean
 
 
 def _number(value: Any) -> float | None:
@@ -101,7 +131,7 @@ def _body(placed: list[tuple[Spot, PackedModule]]) -> list[PackedModule]:
 
 
 def _average(placed: list[tuple[Spot, PackedModule]], claims: Mapping[str, Any]) -> list[str]:
-    bits, body = _number(claims.get("bits")), _body(placed)
+    bits, body = claimed_bits(claims), _body(placed)
     if bits is None or not body or any(key in claims for key in _PER_TENSOR):
         return []
     counted = mean_bits(body)
@@ -133,7 +163,7 @@ def _expected(spot: Spot, name: str, claims: Mapping[str, Any], routed: bool, mi
         return None
     if routed and spot.kind != "routed experts":
         return _non_routed(spot, name, claims.get("non_routed_exl3"))
-    bits = _number(claims.get("bits"))
+    bits = claimed_bits(claims)
     if any(key in claims for key in _PER_TENSOR):
         return _of_layer(claims.get("layer_bits"), spot.layer, bits)
     # An integer average leaves the allocator nothing to spend, so it is a claim on each tensor once it is missed.

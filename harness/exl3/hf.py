@@ -18,10 +18,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from harness.errors import CheckpointError
-from harness.exl3.checkpoint import open_checkpoint
+from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.hf_layout import Accounting
 from harness.exl3.hf_packed import check_packed, make_dense, packed_owners
 from harness.exl3.hf_plan import Fitted, fit
+from harness.exl3.hf_rules import check_rotary
 
 METHOD = "exl3"
 
@@ -51,6 +52,7 @@ class Exl3Quantizer(HfQuantizer):
     def __init__(self, quantization_config: Exl3Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._plan: Fitted | None = None
+        self._checkpoint: Checkpoint | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
@@ -72,15 +74,16 @@ class Exl3Quantizer(HfQuantizer):
         # The list is the loader's own: from here on it reads every shard of the folder, later ones override.
         files[:] = [str(shard) for shard in checkpoint.shards]
         model.config.__dict__.pop("transformers_weights", None)
-        self._plan = fit(model, checkpoint)
-        model.exl3_accounting = self._plan.accounting
+        self._plan, self._checkpoint = fit(model, checkpoint), checkpoint
+        model.accounting = self._plan.accounting
         _hush(model, self._plan.accounting)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        assert self._plan is not None
+        assert self._plan is not None and self._checkpoint is not None
         for late in self._plan.fills:
             late.fill()
         self._plan.fills.clear()
+        check_rotary(model, self._checkpoint)
         if self.quantization_config.dequantize:
             return self._dequantize(model)
         check_packed(model)
@@ -114,7 +117,7 @@ def load_exl3(
         device: where the model goes.
 
     Returns:
-        The model; ``exl3_accounting`` on it says what became of every tensor.
+        The model; ``accounting`` on it says what became of every tensor.
 
     Raises:
         CheckpointError: a tensor without a place or a rule, a parameter that nothing fills, a damaged tensor.

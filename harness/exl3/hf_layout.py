@@ -19,12 +19,14 @@ from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint, PackedModule
 from harness.exl3.hf_names import Landing, Names
 from harness.exl3.hf_place import PackedPlace, places
+from harness.exl3.hf_rules import Rules
+from harness.exl3.scaled import Scaled
 from harness.exl3.tensors import GROUP, RowTable
 
 WRONG_MODEL = "use the config.json that belongs to these shards, or fetch the missing shard"
 
 #: Formats of plain tensors that are codes, not numbers.
-_SCALED = ("F8", "F6", "F4")
+_CODES = ("F8", "F6", "F4", "I", "U")
 
 
 @dataclass(slots=True)
@@ -70,12 +72,13 @@ def plan_layout(names: Names, checkpoint: Checkpoint) -> Layout:
     """
     accounting = Accounting()
     untie_head(names, checkpoint)
-    packed = _packed(names, checkpoint, accounting)
+    rules = Rules(names, checkpoint)
+    packed = _packed(names, checkpoint, rules, accounting)
     layout = Layout(
         packed=packed,
         biases=dict(_biases(names, packed)),
-        tables=_tables(names, checkpoint, accounting),
-        plain=_plain(names, checkpoint, accounting),
+        tables=_tables(names, checkpoint, rules, accounting),
+        plain=_plain(names, checkpoint, rules, accounting),
         accounting=accounting,
     )
     checkpoint.account(accounting.used, accounting.skipped)
@@ -105,7 +108,7 @@ def wanted_dtype(model: Any, name: str, meta: torch.Tensor) -> torch.dtype:
     return meta.dtype
 
 
-def _packed(names: Names, checkpoint: Checkpoint, accounting: Accounting) -> dict[str, list[PackedPlace]]:
+def _packed(names: Names, checkpoint: Checkpoint, rules: Rules, accounting: Accounting) -> dict[str, list[PackedPlace]]:
     slices = Counter(name.rpartition(".slice.")[0] for name in checkpoint.modules if ".slice." in name)
     landed: dict[str, list[tuple[Landing, PackedModule]]] = defaultdict(list)
     for name in sorted(checkpoint.modules, key=dot_natural_key):
@@ -117,7 +120,8 @@ def _packed(names: Names, checkpoint: Checkpoint, accounting: Accounting) -> dic
         if landings:
             accounting.used += keys
         else:
-            accounting.skipped |= dict.fromkeys(keys, _rule(names, f"{name}.trellis", f"{name} is quantised, and "))
+            rule = _rule(names, rules, f"{name}.trellis", f"{name} is quantised, and ")
+            accounting.skipped |= dict.fromkeys(keys, rule)
     state, model = names.state, names.model
     return {
         param: places(param, entries, model.get_submodule(param.rpartition(".")[0]), state, model.config)
@@ -137,13 +141,13 @@ def _biases(names: Names, packed: Mapping[str, Sequence[PackedPlace]]) -> Iterat
         yield bias, biased
 
 
-def _tables(names: Names, checkpoint: Checkpoint, accounting: Accounting) -> dict[str, RowTable]:
+def _tables(names: Names, checkpoint: Checkpoint, rules: Rules, accounting: Accounting) -> dict[str, RowTable]:
     found = {}
     for name, table in checkpoint.tables.items():
         keys = [part.name for part in table.parts.values()]
         param = names.resolve(f"{name}.weight")[0]
         if param not in names.state:
-            rule = _rule(names, f"{name}.trellis", f"{name} is a row-wise table, and ")
+            rule = _rule(names, rules, f"{name}.trellis", f"{name} is a row-wise table, and ")
             accounting.skipped |= dict.fromkeys(keys, rule)
             continue
         _check_table(table, names.state[param])
@@ -163,24 +167,50 @@ def _check_table(table: RowTable, weight: torch.Tensor) -> None:
         )
 
 
-def _plain(names: Names, checkpoint: Checkpoint, accounting: Accounting) -> dict[str, Plain]:
+def _plain(names: Names, checkpoint: Checkpoint, rules: Rules, accounting: Accounting) -> dict[str, Plain]:
     found: dict[str, Plain] = {}
+    lost: dict[str, str] = {}
     for key in sorted(checkpoint.plain, key=dot_natural_key):
         targets, converter, pattern = names.destination(key)
-        if targets and checkpoint.plain[key].dtype.startswith(_SCALED):
-            raise CheckpointError(
-                f"{key} is {checkpoint.plain[key].dtype}: codes without their scales, which are not read here",
-                "use a pack whose other weights are bf16 or fp16",
-            )
+        scaled = checkpoint.scaled.get(key)
+        keys = [key] if scaled is None else [key, scaled.scale.name]
         if not targets:
-            accounting.skipped[key] = _rule(names, key, f"{key}: ")
+            rule = rules.excuse(key)
+            if rule is None:
+                lost[key] = rules.why_not(key)
+            accounting.skipped |= dict.fromkeys(keys, rule or "")
             continue
-        accounting.used.append(key)
+        _check_numbers(checkpoint, key, scaled, names.state[targets[0]])
+        accounting.used += keys
         group = found.setdefault(targets[0], Plain(targets=targets, converter=converter))
         if converter is None:
             _check_alone(key, checkpoint.plain[key].shape, names.state[targets[0]], group)
         group.sources.append((key, pattern))
+    if lost:
+        raise _no_place(names, lost)
     return found
+
+
+def _no_place(names: Names, lost: Mapping[str, str]) -> CheckpointError:
+    """Names the tensors that have no place, and what to do about the first."""
+    first, *others = lost
+    more = f" (and {len(others)} more: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''})" if others else ""
+    return CheckpointError(
+        f"{first}{more}: {type(names.model).__name__} has no place for it, and no rule skips it", lost[first]
+    )
+
+
+def _check_numbers(checkpoint: Checkpoint, key: str, scaled: Scaled | None, wanted: torch.Tensor) -> None:
+    """Refuse codes where the model wants numbers, unless their scales are known; EXL3 packs have no such tensors."""
+    header = checkpoint.plain[key]
+    codes = header.dtype.startswith(_CODES) and wanted.is_floating_point()
+    if codes and (scaled is None or checkpoint.modules or checkpoint.tables):
+        raise CheckpointError(
+            f"{key} is {header.dtype}: codes without their scales, which are not read here"
+            if scaled is None
+            else f"{key} is {header.dtype} with a scale, beside EXL3 tensors: a mixture that is not read here",
+            "use a checkpoint whose other weights are bf16 or fp16",
+        )
 
 
 def _check_alone(key: str, shape: Sequence[int], wanted: torch.Tensor, group: Plain) -> None:
@@ -193,13 +223,11 @@ def _check_alone(key: str, shape: Sequence[int], wanted: torch.Tensor, group: Pl
         )
 
 
-def _rule(names: Names, key: str, start: str) -> str:
-    rule = names.skip_rule(key)
+def _rule(names: Names, rules: Rules, key: str, start: str) -> str:
+    rule = rules.excuse(key)
     if rule is None:
-        raise CheckpointError(
-            f"{start}{type(names.model).__name__} has no place for it, and no rule skips it",
-            WRONG_MODEL + "; if it is a new part of the format, report it",
-        )
+        what = f"{start}{type(names.model).__name__} has no place for it, and no rule skips it"
+        raise CheckpointError(what, rules.why_not(key))
     return rule
 
 

@@ -1,7 +1,7 @@
 """Where each checkpoint tensor goes in a transformers model, by the library's own renaming rules.
 
 transformers renames checkpoint keys per model class and merges per-expert tensors into stacks. Those rules are
-replayed here on names alone, so that every tensor has a known place, a named reason to be left out, or is an error.
+replayed here on names alone, so that every tensor has a known place, or `harness.exl3.hf_rules` a reason for it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from harness.errors import CheckpointError
-from harness.exl3.claims import MTP
 
 #: Linears that some model classes hold as one; EXL3 always stores them apart. Order = order of the rows.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 #: Linears that EXL3 stores as one for some classes that hold them apart. Order = order of the output columns.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "in_proj_qkv": ("q_proj", "k_proj", "v_proj")}
-_LAYER = re.compile(r"^(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.")
 _EXPERT = re.compile(r"^(?P<stack>.*experts)\.(?P<index>\d+)\.(?P<leaf>gate_proj|up_proj|down_proj)$")
 _SLICE = re.compile(r"^(?P<module>.*)\.slice\.(?P<index>\d+)$")
-_NAMED_RULES = (
-    ("multi-token-prediction head", MTP),
-    ("rotary table, computed by the model", re.compile(r"rotary_emb\.inv_freq$")),
-    ("position ids, computed by the model", re.compile(r"(^|\.)position_ids$")),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +52,7 @@ class Names:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self.model = model
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.state: dict[str, torch.Tensor] = model.state_dict()
         # Some rules remember what they have seen: work on copies.
         rules = deepcopy(get_model_conversion_mapping(model))
@@ -182,28 +174,3 @@ class Names:
         if not all(param in self.state for param in params):
             return []
         return [Landing(param=param, slot=slot, slots=len(parts), taken=True) for slot, param in enumerate(params)]
-
-    def skip_rule(self, key: str) -> str | None:
-        """Why a tensor that has no place in the model may be left out; None when it may not."""
-        renamed, _, _ = self.resolve(key)
-        for rule, pattern in _NAMED_RULES:
-            if pattern.search(key) or pattern.search(renamed):
-                return rule
-        if self._past_last_layer(renamed):
-            return "layer past num_hidden_layers (multi-token prediction)"
-        for ignored in self.model._keys_to_ignore_on_load_unexpected or ():
-            if re.search(ignored, renamed):
-                return f"{type(self.model).__name__} does not use it"
-        return None
-
-    def _past_last_layer(self, renamed: str) -> bool:
-        found = _LAYER.match(renamed)
-        if found is None:
-            return False
-        layers = self.model.config.get_text_config().num_hidden_layers
-        prefix = self.model.base_model_prefix
-        for path in (found["stack"], f"{prefix}.{found['stack']}", found["stack"].removeprefix(f"{prefix}.")):
-            stack = self._modules.get(path)
-            if isinstance(stack, nn.ModuleList) and len(stack) == layers:
-                return int(found["index"]) >= layers
-        return False

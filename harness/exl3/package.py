@@ -123,7 +123,9 @@ def _about(plan: QuantizePlan, settings: QuantizeSettings, calibration: list[Any
     about: dict[str, Any] = {
         "quant_method": "exl3",
         "version": f"exl3-fidelity {harness.__version__}",
-        "bits": round(plan.bits, 4),
+        # The Hub takes only an integer; the average that was reached stands beside it.
+        "bits": round(plan.bits),
+        "bits_mean": round(plan.bits, 4),
         "head_bits": settings.head_bits,
         "calibration": dict(zip(("rows", "cols"), calibration or (0, 0), strict=False)),
         "out_scales": "always",

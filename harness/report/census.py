@@ -35,9 +35,7 @@ def census_tables(census: Census) -> Iterator[RenderableType]:
 
 def _scopes(census: Census) -> Table:
     title = f"{census.name}: {census.whole.bytes / 1e9:,.3f} GB in {census.shards} files"
-    scopes = {"routed experts": census.routed, "all quantised": census.quantised, "whole file": census.whole}
-    named = (*scopes.items(), *census.tables.items())
-    rows = [(name, *_rate(rate)) for name, rate in named if rate is not None]
+    rows = [(name, *_rate(rate)) for name, rate in (*census.scopes.items(), *census.tables.items())]
     return Table(title, ("scope", "parts", "weights", "bytes", "mean K", "bits a weight"), rows)
 
 

@@ -129,18 +129,19 @@ def test_multi_token_prediction_is_skipped_by_a_named_rule(tmp_path: Path) -> No
     save_file(head, pack.packed / "mtp.safetensors", metadata={"format": "pt"})
     model = load_exl3(pack.packed, dequantize=True, dtype=torch.float32)
     assert all(torch.equal(value, twin[name]) for name, value in model.state_dict().items())
-    assert set(model.exl3_accounting.skipped) == set(head)
-    assert model.exl3_accounting.summary() == {
-        "layer past num_hidden_layers (multi-token prediction)": len(head) - 1,
+    assert set(model.accounting.skipped) == set(head)
+    assert model.accounting.summary() == {
+        "multi-token-prediction layer": len(head) - 1,
         "multi-token-prediction head": 1,
     }
 
 
 def test_a_missing_layer_count_is_no_excuse(llama: Pack) -> None:
-    """One layer fewer in config.json: its tensors are skipped by rule, never silently the wrong model."""
+    """One layer fewer in config.json: a decoder layer is never taken for a prediction layer."""
     llama.edit_config(lambda config: config.update(num_hidden_layers=1))
-    model = load_exl3(llama.packed)
-    assert all(name.startswith("model.layers.1.") for name in model.exl3_accounting.skipped)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.") as caught:
+        load_exl3(llama.packed)
+    assert "config.json counts 1" in caught.value.repair
 
 
 def test_vision_layers_are_not_taken_for_prediction_heads(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.fault_cases import (
     card,
     identity,
     numeric,
+    placement,
     report,
     served,
     serving,
@@ -42,6 +43,7 @@ CLASSES = (
     serving,
     served,
     statements,
+    placement,
 )
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 
@@ -49,7 +51,7 @@ FAULTS = Path(__file__).parents[1] / "../shared/FAULTS.md"
 FAULTS_2 = FAULTS.with_name("FAULTS_2.md")
 #: Entries of list C that nobody has mended yet, by the issue that will.
 OPEN = {
-    11: (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17, 18, 19, 20, *range(52, 61)),
+    11: (1, 2, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17, 18, 19, *range(52, 61)),
     12: (*range(21, 36), 37, 39, 40),
     13: tuple(range(41, 52)),
 }

@@ -96,6 +96,7 @@ class Weights:
 
     def __init__(self, model: Any, folder: Path, device: str) -> None:
         self._model, self._device = model, torch.device(device)
+        self._files: dict[str, int] = {}
         self._checkpoint = open_checkpoint(folder)
         if (foreign := foreign_format(self._checkpoint)) is not None:
             raise CheckpointError(
@@ -106,7 +107,7 @@ class Weights:
         self._names = Names(model)
         self._meta = dict(self._names.state)
         self._dtypes = {name: wanted_dtype(model, name, meta) for name, meta in self._meta.items()}
-        self._files = {path.name: os.open(path, os.O_RDONLY) for path in self._checkpoint.shards}
+        self._files |= {path.name: os.open(path, os.O_RDONLY) for path in self._checkpoint.shards}
         self._units = self._sorted_units()
 
     def close(self) -> None:

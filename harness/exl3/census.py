@@ -1,8 +1,9 @@
 """What a checkpoint holds, counted from the shard headers: rates, codebooks, dtypes, bytes, bits per weight.
 
 Bits per weight are counted, never derived from a config or a formula over layers. Scopes: routed experts, all quantised
-modules (head included), each with its prediction (MTP) layers apart, and the whole file. ``mean_k`` weighs K by the weights coded, padding included;
-``bits_per_weight`` is 8 x bytes / weights with every scale and marker of the scope in the bytes.
+modules (head included), each with its prediction (MTP) layers apart, and the whole file. ``mean_k`` weighs K by the
+weights coded, padding included; ``bits_per_weight`` is 8 x bytes / weights with every scale and marker of the scope in
+the bytes. Packed words of other formats count as the weights they hold, their scales as none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
-from harness.exl3.claims import Kind, Section, Spot, decoder_layers, mismatches, spot_of
+from harness.exl3.claims import KINDS, Kind, Section, Spot, decoder_layers, mismatches, spot_of
 from harness.exl3.foreign import weights_in
 
 
@@ -72,8 +73,8 @@ class Census:
 
     @property
     def routed(self) -> Rate | None:
-        """Routed experts of the decoder layers; None where there are none."""
-        return self._packed(lambda group: group.kind == "routed experts" and group.section == "text")
+        """Routed experts, those of a prediction layer included; None where there are none."""
+        return self._packed(lambda group: group.kind == "routed experts")
 
     @property
     def quantised(self) -> Rate | None:
@@ -82,18 +83,15 @@ class Census:
 
     @property
     def scopes(self) -> dict[str, Rate]:
-        """Each scope that is there: of the decoder layers, of prediction (MTP) layers, and of all together."""
-        found = {
-            "routed experts": self.routed,
-            "routed experts (MTP)": self._packed(lambda g: g.kind == "routed experts" and g.section == "mtp"),
-            "quantised, without MTP": self._packed(lambda group: group.section != "mtp"),
-            "quantised (MTP)": self._packed(lambda group: group.section == "mtp"),
-            "all quantised": self.quantised,
-            "whole file": self.whole,
-        }
-        if found["quantised (MTP)"] is None:
-            del found["quantised, without MTP"]
-        return {name: rate for name, rate in found.items() if rate is not None}
+        """Routed experts, all quantised and the whole file; the first two also apart where there is an MTP layer."""
+        found: dict[str, Rate | None] = {}
+        for name, kinds in (("routed experts", ("routed experts",)), ("all quantised", KINDS)):
+            mtp = self._packed(lambda group, kinds=kinds: group.kind in kinds and group.section == "mtp")
+            if mtp is not None:
+                own = self._packed(lambda group, kinds=kinds: group.kind in kinds and group.section != "mtp")
+                found |= {f"{name}, without MTP": own, f"{name}, MTP alone": mtp}
+            found[name] = self._packed(lambda group, kinds=kinds: group.kind in kinds)
+        return {name: rate for name, rate in (found | {"whole file": self.whole}).items() if rate is not None}
 
     @property
     def whole(self) -> Rate:
@@ -127,18 +125,12 @@ class Census:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for scripts."""
-        mtp = self._packed(lambda group: group.kind == "routed experts" and group.section == "mtp")
-        scopes = {
-            "routed_experts": self.routed,
-            "routed_experts_mtp": mtp,
-            "quantised": self.quantised,
-            "quantised_mtp": self._packed(lambda group: group.section == "mtp"),
-            "whole_file": self.whole,
-        }
+        scopes = {"routed_experts": self.routed, "quantised": self.quantised, "whole_file": self.whole}
         return {
             "name": self.name,
             "shards": self.shards,
             "scopes": {name: _rate_json(rate) for name, rate in scopes.items()},
+            "scopes_apart": {name: _rate_json(rate) for name, rate in self.scopes.items() if "MTP" in name},
             "codebooks": self.codebooks,
             "head": self.head,
             "groups": [asdict(group) for group in self.groups],
@@ -149,7 +141,7 @@ class Census:
             "notes": self.notes,
         }
 
-    def _packed(self, wanted: Callable[[Group], bool]) -> Rate | None:
+    def _packed(self, wanted: Callable[..., bool]) -> Rate | None:
         groups = [group for group in self.groups if wanted(group)]
         weights = sum(group.weights for group in groups)
         return _total(groups, sum(g.bits * g.weights for g in groups) / weights) if groups else None

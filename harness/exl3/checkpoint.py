@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ class Checkpoint:
             del self.plain[scaled.scale.name]
         self._open: dict[str, Any] = {}
 
-    @cached_property
+    @property
     def quantization(self) -> dict[str, Any]:
         """What config.json says of the quantisation; advisory."""
         for holder in (self.config, self.config.get("text_config")):

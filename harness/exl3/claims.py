@@ -68,7 +68,7 @@ def spot_of(module: str, layers: int | None) -> Spot:
 
 
 def decoder_layers(checkpoint: Checkpoint) -> int | None:
-    """Where the prediction layers begin: ``num_hidden_layers``, unless a decoder layer lies past it; None if unknown."""
+    """First prediction layer: ``num_hidden_layers``, unless a decoder layer lies past it; None if unknown."""
     claimed = _claimed_layers(checkpoint.config)
     if claimed is None:
         return None
@@ -87,7 +87,7 @@ def _claimed_layers(config: Mapping[str, Any]) -> int | None:
 
 
 def prediction_layers(keys: Iterable[str]) -> set[str]:
-    """``model.layers.61.`` of every layer that joins the last states and the next embedding, as no decoder layer does."""
+    """``model.layers.61.`` of each layer that joins last states and next embedding, as no decoder layer does."""
     return {layer[0] for key in keys if _PREDICTS.search(key) and (layer := _STACKED.match(key))}
 
 

@@ -159,7 +159,7 @@ def _check_source(source: Checkpoint, settings: QuantizeSettings) -> None:
         raise CheckpointError(
             f"{source.name} is quantised already ({claimed or 'exl3'})", "give the BF16, FP16 or FP32 checkpoint"
         )
-    layers = decoder_layers(source.config)
+    layers = decoder_layers(source)
     named = {*(settings.layers or ()), *settings.layer_bits}
     if layers is not None and named and not 0 <= min(named) <= max(named) < layers:
         wrong = max(named) if max(named) >= layers else min(named)
@@ -169,7 +169,7 @@ def _check_source(source: Checkpoint, settings: QuantizeSettings) -> None:
 def _jobs_of(source: Checkpoint, tensor: TensorHeader, settings: QuantizeSettings) -> list[Job]:
     """The linears that one tensor becomes; none where it is to be copied."""
     module = tensor.name.removesuffix(".weight")
-    spot = spot_of(module, decoder_layers(source.config))
+    spot = spot_of(module, decoder_layers(source))
     stacked = len(tensor.shape) == 3 and module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
     if not stacked and (module == tensor.name or len(tensor.shape) != 2):
         return []

@@ -40,6 +40,7 @@ def of_headers(found: list[TensorHeader], quantization: dict, layers: int = 45) 
 def glm_12l(claims: dict) -> Checkpoint:
     """43 MoE layers (3-44 and the MTP layer 45) of 288 experts, 12 of them at K=3."""
     found = [plain("lm_head.weight", 154880, 4096), plain("model.language_model.embed_tokens.weight", 154880, 4096)]
+    found.append(plain("model.language_model.layers.45.eh_proj.weight", 4096, 8192))
     for layer in range(3, 46):
         bits = 3 if layer in THREE_BIT_LAYERS else 2
         for expert in range(288):
@@ -76,6 +77,12 @@ def test_12l_known_answer(twelve):
     assert census.codebooks == {"mcg": 37152} and census.head == "BF16"
     assert census.mismatches == []
     assert {group.section for group in census.groups if group.layer == 45} == {"mtp"}
+    apart = {name: (rate.tensors, rate.mean_k) for name, rate in census.scopes.items() if name.startswith("routed")}
+    assert apart == {
+        "routed experts, without MTP": (42 * 864, pytest.approx((30 * 2 + 12 * 3) / 42)),
+        "routed experts, MTP alone": (864, 2.0),
+        "routed experts": (37152, pytest.approx((31 * 2 + 12 * 3) / 43)),
+    }
 
 
 def test_a_layer_that_config_forgets_is_a_line_for_every_projection():

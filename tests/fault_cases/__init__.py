@@ -15,5 +15,7 @@ CLASSES = (
     "tasks",
     "serving",
     "statements",
+    "command",
+    "placement",
 )
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

@@ -175,7 +175,9 @@ def wrong_weights(folder: Path, teacher_folder: Path) -> None:
     weights = load_file(folder / "m" / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "m" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="1 parameters are not in the checkpoint, first lm_head.weight"):
+    with pytest.raises(
+        CheckpointError, match="1 parameters of LlamaForCausalLM are not in the checkpoint, first lm_head.weight"
+    ):
         engine_of(folder / "m")
     p = made.logits((0.5, 0.3, 0.2), (0.2, 0.3, 0.5))
     assert SAME_MODEL in made.receipt(folder / "same", [made.row([0, 1])], [p], [p]).notes

@@ -111,6 +111,8 @@ def bits_per_weight(folder: Path) -> None:
                 )
                 for part, (d, s, size) in parts.items()
             }
+    proof = "model.layers.45.eh_proj.weight"
+    tensors[proof] = TensorHeader(name=proof, dtype="BF16", shape=(2, 4), shard="a", start=0, bytes=16)
     claims = {"quant_method": "exl3", "bits": 2.31}
     config = {"num_hidden_layers": 45, "quantization_config": claims}
     census = take_census(Checkpoint(name="x", tensors=tensors, config=config))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,25 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness import cli
+from tests.fault_cases.statements import fidelity
 
 Tensors = dict[str, torch.Tensor]
-
-
-def fidelity(folder: Path, *arguments: str | Path) -> tuple[int, str]:
-    """``fidelity ARGUMENTS`` run in ``folder``; a traceback is raised here as what it is."""
-    said, here, argv = io.StringIO(), Path.cwd(), sys.argv
-    os.chdir(folder)
-    sys.argv = ["fidelity", *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            cli.main()
-        return 0, said.getvalue()
-    except SystemExit as done:
-        return int(done.code or 0), said.getvalue()
-    finally:
-        os.chdir(here)
-        sys.argv = argv
 
 
 def measured(folder: Path, candidate: Path, teacher: Path, panel: Path, name: str, *more: str) -> dict[str, Any]:

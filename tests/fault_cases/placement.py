@@ -11,8 +11,9 @@ import torch
 from harness.engines.models import ModelFolder
 from harness.errors import CheckpointError
 from harness.tasks.subject import open_engine
-from tests.fault_cases.command import Tensors, copy_with, fidelity, measured, refused
+from tests.fault_cases.command import Tensors, copy_with, measured, refused
 from tests.fault_cases.entry import Fault
+from tests.fault_cases.statements import fidelity
 
 HOME = "model.layers.0"
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from harness.records import json_digest as json_digest
 from harness.types import Head
-
-
-def json_digest(value: Any) -> str:
-    """Digest of canonical JSON: sorted keys, no spaces, UTF-8, no NaN."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def ids_digest(ids_T: np.ndarray) -> str:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import Refused, StorageError
+from harness.records import seal_of
 
 
 @contextmanager
@@ -94,10 +95,19 @@ def refuse_paths(what: str, text: str) -> None:
         )
 
 
-def write_receipt(target: Path, value: Any) -> None:
-    """`write_json` of a file that is made to be published: a path of this machine in it is refused."""
-    refuse_paths(target.name, json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False))
-    write_json(target, value)
+def write_receipt(target: Path, value: Any) -> Any:
+    """`write_json` of a file that is made to be published: sealed, and a path of this machine in it is refused.
+
+    Returns:
+        The document as it was written.
+    """
+    document = plain(value)
+    for part in document if isinstance(document, list) else [document]:
+        if "seal" in part:
+            part["seal"] = seal_of(part)
+    refuse_paths(target.name, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
+    write_json(target, document)
+    return document
 
 
 def write_json(target: Path, value: Any) -> None:

@@ -75,13 +75,22 @@ def verify(
     path: Annotated[Path, typer.Argument(help="A run folder, a comparison folder, or a card's folder.")],
     run: RunsOption = None,
     panel: KnownPanelOption = None,
+    seal: Annotated[
+        bool,
+        typer.Option("--seal", help="Seal records that are older than seals, where all that can be checked holds."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compute again all that a receipt or a card states, without weights; names whatever differs."""
     from harness.verify import as_json as record
+    from harness.verify import seal_unsealed
     from harness.verify import verify as check
 
     outcome = check(path, runs=run or [], panel=panel)
+    if seal:
+        for name in seal_unsealed(path, outcome):
+            typer.echo(f"sealed      {name}")
+        outcome = check(path, runs=run or [], panel=panel)
     if as_json:
         typer.echo(json.dumps(record(outcome), indent=1, ensure_ascii=False))
     else:
@@ -109,11 +118,10 @@ SHOWN = 25
 def _show(outcome: Outcome) -> None:
     for line in outcome.checked:
         typer.echo(f"same        {line}")
-    for line in outcome.unchecked:
+    for line in [*outcome.unchecked_numbers, *outcome.unchecked]:
         typer.echo(f"NOT CHECKED {line}")
     for finding in outcome.findings[:SHOWN]:
         typer.echo(f"DIFFERS     {finding.where}: stated {finding.stated}, found {finding.found}")
     if len(outcome.findings) > SHOWN:
         typer.echo(f"DIFFERS     and {len(outcome.findings) - SHOWN} more (--json shows all)")
-    verdict = "everything that could be checked holds" if outcome.ok else f"{len(outcome.findings)} things differ"
-    typer.echo(f"{outcome.name}: {verdict}")
+    typer.echo(f"{outcome.name}: {outcome.verdict}")

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from harness.measure.receipt import PanelIdentity, SideIdentity
-from harness.records import Strict, load_json
+from harness.records import Sealed, Strict, load_json
 from harness.registration import Endpoint
 from harness.stats import Estimate, Verdict
 from harness.store import write_receipt
@@ -358,7 +358,7 @@ class BarOutcome(Strict):
     met: bool | None
 
 
-class Comparison(Strict):
+class Comparison(Sealed):
     format: Literal["exl3-fidelity/comparison/1"] = "exl3-fidelity/comparison/1"
     key: str
     status: Literal["registered", "exploratory"]
@@ -403,7 +403,7 @@ def save_comparison(folder: Path, comparison: Comparison) -> None:
     write_receipt(folder / COMPARISON_FILE, comparison.model_dump())
 
 
-def load_comparison(path: Path) -> Comparison:
+def load_comparison(path: Path, *, checked: bool = True) -> Comparison:
     """Read comparison.json from its folder or from the file itself."""
     file = path if path.is_file() else path / COMPARISON_FILE
-    return load_json(file, Comparison, "name a folder that `fidelity compare` wrote, or compare again")
+    return load_json(file, Comparison, "name a folder that `fidelity compare` wrote, or compare again", seal=checked)

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, RootModel
 
 from harness.compare.model import BarOutcome, Estimated
-from harness.records import Strict, load_json
+from harness.records import Sealed, Strict, load_json
 from harness.store import write_receipt
 
 TASK_COMPARISON_FILE = "task-comparison.json"
@@ -113,7 +113,7 @@ class RunNotes(Strict):
     alone: list[str]
 
 
-class TaskComparisons(Strict):
+class TaskComparisons(Sealed):
     format: Literal["exl3-fidelity/task-comparison/1"] = "exl3-fidelity/task-comparison/1"
     suite: str
     suite_sha256: str

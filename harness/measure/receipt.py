@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from harness.records import Strict, load_json
+from harness.digest import file_digest
+from harness.errors import Refused
+from harness.records import Sealed, Strict, load_json
 from harness.store import write_receipt
 from harness.types import UNKNOWN, Check
 
@@ -85,7 +87,7 @@ class RowSummary(Strict):
     top5_overlap: float | None = None
 
 
-class Measurement(Strict):
+class Measurement(Sealed):
     format: Literal["exl3-fidelity/measurement/1"] = "exl3-fidelity/measurement/1"
     key: str
     name: str
@@ -135,12 +137,31 @@ class Measurement(Strict):
         return "" if self.status == "complete" else f"{self.status} {self.rows_measured}/{self.rows_planned} rows"
 
 
-def save_measurement(folder: Path, measurement: Measurement) -> None:
-    """Write measurement.json; it comes last, so its existence means that the measurement is whole."""
-    write_receipt(folder / "measurement.json", measurement.model_dump())
+def save_measurement(folder: Path, measurement: Measurement) -> Measurement:
+    """Write measurement.json, sealed; it comes last, so its existence means that the measurement is whole."""
+    written = write_receipt(folder / "measurement.json", measurement.model_dump())
+    return measurement.model_copy(update={"seal": written["seal"]})
 
 
-def load_measurement(path: Path) -> Measurement:
-    """Read measurement.json from a run folder or from the file itself."""
+def load_measurement(path: Path, *, checked: bool = True) -> Measurement:
+    """Read measurement.json from a run folder or from the file itself.
+
+    Args:
+        checked: whether its seal, and the positions that lie beside it, are held against it.
+    """
     file = path / "measurement.json" if path.is_dir() else path
-    return load_json(file, Measurement, "name a run folder that `fidelity measure` wrote, or measure again")
+    repair = "name a run folder that `fidelity measure` wrote, or measure again"
+    measurement = load_json(file, Measurement, repair, seal=checked)
+    positions = file.with_name("positions.parquet")
+    if (
+        checked
+        and positions.is_file()
+        and not measurement.row_level_only
+        and (file_digest(positions) != measurement.positions_sha256)
+    ):
+        name = file.absolute().parent.name
+        raise Refused(
+            f"{name}/positions.parquet is not what its measurement.json was made from",
+            f"remove {name} and measure again",
+        )
+    return measurement

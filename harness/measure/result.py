@@ -110,7 +110,7 @@ def build_measurement(
         ],
     )
     measurement = with_registration(measurement, yardstick.folder)
-    save_measurement(folder, measurement)
+    measurement = save_measurement(folder, measurement)
     drop_row_files(folder)
     return measurement
 

@@ -18,12 +18,12 @@ from harness.compare import save_comparison
 from harness.compare.task_pairing import load_tasks
 from harness.errors import Refused, UsageError
 from harness.measure.receipt import load_measurement
-from harness.records import Strict, load_json
+from harness.records import Sealed, load_json
 from harness.report.card import FOLDER, Card, Options, Part, build_card, collect, find_subject
 from harness.report.card_pictures import draw_all, shown
 from harness.report.frontmatter import merged_front, parse, split_readme
 from harness.report.words import worded
-from harness.store import atomic_path, folder_lock, refuse_paths, slug, write_json, write_text
+from harness.store import atomic_path, folder_lock, refuse_paths, slug, write_receipt, write_text
 from harness.tasks.receipt import ITEMS, TASKS_FILE, load_receipt
 
 README = "README.md"
@@ -34,7 +34,7 @@ _MARK = re.compile(r"<!-- fidelity:(begin|end)\b[^>]*-->")
 RECORD = f"{FOLDER}/card.json"
 
 
-class Record(Strict):
+class Record(Sealed):
     """card.json: the folders of the receipts beside it, in order, and the options that the card was made with."""
 
     format: Literal["exl3-fidelity/card/1"] = "exl3-fidelity/card/1"
@@ -71,7 +71,7 @@ def write_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: 
         write_text(readme, merged_readme(_text(readme), card.block, card.keys))
         for name, text in card.files.items():
             write_text(folder / name, text)
-        write_json(folder / RECORD, record.model_dump())
+        write_receipt(folder / RECORD, record.model_dump())
     return card
 
 
@@ -106,11 +106,13 @@ def _text(readme: Path) -> str | None:
         raise UsageError(f"{readme.name} is not UTF-8: {error}", "save it as UTF-8") from error
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, *, checked: bool = True) -> Record:
     """The record of a card that lies in ``folder``."""
     if not (folder / RECORD).is_file():
         raise UsageError(f"{folder.name} has no {RECORD}", "name a folder that `fidelity card` wrote")
-    return load_json(folder / RECORD, Record, "name a folder that `fidelity card` wrote, or write it again", UsageError)
+    return load_json(
+        folder / RECORD, Record, "name a folder that `fidelity card` wrote, or write it again", UsageError, seal=checked
+    )
 
 
 def parts_of(record: Record, folder: Path) -> list[Part]:

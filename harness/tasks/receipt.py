@@ -15,7 +15,7 @@ from pydantic import Field
 
 from harness.digest import json_digest
 from harness.measure.receipt import SideIdentity
-from harness.records import Strict, load_json
+from harness.records import Sealed, Strict, load_json
 from harness.store import write_receipt
 from harness.types import Check
 
@@ -95,7 +95,7 @@ class Missing(Strict):
     why: str
 
 
-class TaskReceipt(Strict):
+class TaskReceipt(Sealed):
     format: Literal["exl3-fidelity/tasks/1"] = "exl3-fidelity/tasks/1"
     key: str
     name: str
@@ -153,10 +153,12 @@ def save_receipt(folder: Path, receipt: TaskReceipt) -> None:
     write_receipt(folder / TASKS_FILE, receipt.model_dump())
 
 
-def load_receipt(path: Path) -> TaskReceipt:
+def load_receipt(path: Path, *, checked: bool = True) -> TaskReceipt:
     """Read tasks.json from its folder or from the file itself."""
     file = path / TASKS_FILE if path.is_dir() else path
-    return load_json(file, TaskReceipt, "name a folder that `fidelity tasks` wrote, or run the tasks again")
+    return load_json(
+        file, TaskReceipt, "name a folder that `fidelity tasks` wrote, or run the tasks again", seal=checked
+    )
 
 
 # ---- from counts to results ------------------------------------------------------------------------------------------

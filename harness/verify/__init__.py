@@ -6,14 +6,51 @@ between machines; everything else must be equal. What cannot be checked here is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.errors import UsageError
+from harness.errors import Refused, UsageError
+from harness.records import NO_SEAL, broken_seal
+from harness.store import write_receipt
 from harness.verify.derived import verify_card, verify_comparison, verify_tasks
 from harness.verify.run import Finding, Outcome, as_json, verify_run
 
-__all__ = ["Finding", "Outcome", "as_json", "verify", "verify_card", "verify_comparison", "verify_run", "verify_tasks"]
+__all__ = [
+    "Finding",
+    "Outcome",
+    "as_json",
+    "seal_unsealed",
+    "verify",
+    "verify_card",
+    "verify_comparison",
+    "verify_run",
+    "verify_tasks",
+]
+
+
+SEALED_FILES = ("measurement.json", "comparison.json", "tasks.json", "task-comparison.json", "card.json")
+
+
+def seal_unsealed(path: Path, outcome: Outcome) -> list[str]:
+    """Seal the records below ``path`` that are older than seals, where nothing else differs; the names of those sealed.
+
+    Raises:
+        Refused: something differs, so there is nothing that a seal could vouch for.
+    """
+    others = [finding for finding in outcome.findings if finding.found != NO_SEAL]
+    if others:
+        raise Refused(f"{others[0].where} differs, so {path.name} is not sealed", "make it again")
+    folder = path if path.is_dir() else path.parent
+    done = []
+    for file in sorted(file for name in SEALED_FILES for file in folder.rglob(name)):
+        if broken_seal(file) == NO_SEAL:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            for part in document if isinstance(document, list) else [document]:
+                part.setdefault("seal", "")
+            write_receipt(file, document)
+            done.append(file.relative_to(folder).as_posix())
+    return done
 
 
 def verify(path: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:

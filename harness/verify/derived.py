@@ -12,11 +12,11 @@ from harness.compare.load import find_runs
 from harness.compare.model import COMPARISON_FILE
 from harness.errors import IncomparableError, Refused
 from harness.report.card import FOLDER
-from harness.report.card_write import check_card, parts_of, read_record
+from harness.report.card_write import RECORD, check_card, parts_of, read_record
 from harness.report.words import worded
 from harness.tasks.items import read_items
-from harness.tasks.receipt import Count, TaskReceipt, TaskResult, load_receipt, pool
-from harness.verify.run import Finding, Outcome, verify_run
+from harness.tasks.receipt import TASKS_FILE, Count, TaskReceipt, TaskResult, load_receipt, pool
+from harness.verify.run import Finding, Outcome, verify_run, verify_seal
 
 #: What a tokenizer adds for the reader; it takes no part in any number.
 DECODED = "texts"
@@ -24,13 +24,16 @@ DECODED = "texts"
 
 def verify_comparison(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
     """Check a comparison; its runs are found by their keys in ``runs``, in the folder, and beside it."""
-    c = load_comparison(folder)
+    c = load_comparison(folder, checked=False)
     outcome = Outcome(name=" against ".join(arm.name for arm in reversed(c.arms)))
+    verify_seal(outcome, folder / COMPARISON_FILE)
     found = find_runs(folder, runs)
     keys = [arm.key for arm in c.arms] + [r.key for r in c.references]
     missing = [name for name, key in zip(_names(c), keys, strict=True) if key not in found]
     if missing:
-        outcome.unchecked.append(f"the numbers: the runs of {', '.join(missing)} are not here (name them with --run)")
+        outcome.unchecked_numbers.append(
+            f"the numbers: the runs of {', '.join(missing)} are not here (name them with --run)"
+        )
         return outcome
     for key in dict.fromkeys(keys):
         outcome.join(verify_run(found[key], panel=panel))
@@ -50,7 +53,7 @@ def _again(c: Comparison, found: dict[str, Path], panel: Path | None) -> Compari
 
 def _plain(c: Comparison) -> dict[str, object]:
     """comparison.json without what depends on when and with which tokenizer it was written."""
-    record = c.model_dump()
+    record = c.model_dump(exclude={"seal"})
     for position in record["worst"]:
         position.pop(DECODED)
     if record["registration"]:
@@ -63,15 +66,16 @@ def _plain(c: Comparison) -> dict[str, object]:
 
 def verify_tasks(folder: Path) -> Outcome:
     """Check tasks.json against items.parquet; without items, groups and errors against the counts of their tasks."""
-    receipt = load_receipt(folder)
+    receipt = load_receipt(folder, checked=False)
     outcome = Outcome(name=f"tasks of {receipt.name}")
+    verify_seal(outcome, folder / TASKS_FILE)
     try:
         items = read_items(folder, receipt)
     except (Refused, IncomparableError) as error:
         outcome.findings.append(Finding(where="items.parquet", stated=receipt.items_sha256, found=error.what))
         return outcome
     if items is None:
-        outcome.unchecked.append("counts of the tasks: no items were published")
+        outcome.unchecked_numbers.append("counts of the tasks: no items were published")
     else:
         outcome.compare("items", receipt.items, items.num_rows)
     again = {result.name: _results_again(receipt, result, items) for result in receipt.results}
@@ -109,9 +113,10 @@ def _count(leaf: TaskResult, items: pa.Table | None) -> Count:
 
 def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
     """Check README.md and everything behind it that lies in ``folder`` or is named in ``runs``."""
-    record = read_record(folder)
+    record = read_record(folder, checked=False)
     receipts, tasks = ([folder / FOLDER / name for name in names] for names in (record.receipts, record.tasks))
     outcome = Outcome(name=f"card {folder.resolve().name}")
+    verify_seal(outcome, folder / RECORD)
     stale = check_card(parts_of(record, folder), record.options, folder, tasks=tasks)
     for line in stale:
         stated, found = (line[1:], "") if line.startswith("-") else ("", line[1:])
@@ -126,7 +131,7 @@ def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None =
         elif (receipt / "positions.parquet").is_file():
             outcome.join(verify_run(receipt, panel=panel))
         else:
-            outcome.unchecked.append(f"{receipt.name}: its positions.parquet is not here")
+            outcome.unchecked_numbers.append(f"{receipt.name}: its positions.parquet is not here")
     for folder_of_tasks in tasks:
         outcome.join(verify_tasks(folder_of_tasks))
     return outcome

@@ -22,6 +22,7 @@ from harness.measure.receipt import Measurement, load_measurement
 from harness.measure.result import Extras, intervals, panel_units, text_extras
 from harness.measure.text_size import BYTES, WORDS, TextSize
 from harness.panel import load_panel
+from harness.records import broken_seal
 from harness.registration import Registration
 from harness.report.plots import pictures_of
 from harness.report.run_report import report_text, started
@@ -55,11 +56,22 @@ class Outcome:
     checked: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
+    unchecked_numbers: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
-        return not self.findings
+        """Whether nothing differs, and every number of quality that is stated was computed again."""
+        return not self.findings and not self.unchecked_numbers
+
+    @property
+    def verdict(self) -> str:
+        """The last word, which says no more than what was checked."""
+        if self.findings:
+            return f"{len(self.findings)} things differ"
+        if self.unchecked_numbers:
+            return f"nothing differs in what was checked, and numbers were NOT CHECKED: {self.unchecked_numbers[0]}"
+        left = f"; {len(self.unchecked)} things were not checked" if self.unchecked else ""
+        return f"{len(self.checked)} things checked, all hold{left}"
 
     def compare(self, what: str, stated: Any, found: Any, *, relative: float = RELATIVE) -> None:
         """Check one block; every value that differs is a finding of its own."""
@@ -72,6 +84,7 @@ class Outcome:
         """Take over what another outcome says, under its name."""
         self.checked += [f"{other.name}: {line}" for line in other.checked]
         self.unchecked += [f"{other.name}: {line}" for line in other.unchecked]
+        self.unchecked_numbers += [f"{other.name}: {line}" for line in other.unchecked_numbers]
         self.findings += [
             Finding(where=f"{other.name}: {f.where}", stated=f.stated, found=f.found) for f in other.findings
         ]
@@ -110,6 +123,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "checked": outcome.checked,
         "findings": [asdict(finding) for finding in outcome.findings],
         "unchecked": outcome.unchecked,
+        "unchecked_numbers": outcome.unchecked_numbers,
+        "verdict": outcome.verdict,
     }
 
 
@@ -118,25 +133,58 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def verify_run(folder: Path, *, panel: Path | None = None) -> Outcome:
     """Check a run folder; with ``panel`` also that its positions are those of the sealed panel."""
-    measurement = load_measurement(folder)
+    measurement = load_measurement(folder, checked=False)
     outcome = Outcome(name=measurement.name)
+    verify_seal(outcome, folder / "measurement.json")
+    told = len(outcome.findings)
     _verify_registration(outcome, measurement)
     if measurement.row_level_only:
         _verify_row_means(outcome, measurement)
-        outcome.unchecked.append("quantiles and maximum: the receipt has row means only, no positions")
+        outcome.unchecked_numbers.append("quantiles and maximum: the receipt has row means only, no positions")
         return outcome
     stated = file_digest(folder / "positions.parquet") if (folder / "positions.parquet").is_file() else NOT_HERE
     outcome.compare("positions_sha256", measurement.positions_sha256, stated)
     frame = load_positions(folder)
     _verify_columns(outcome, measurement, frame)
-    if outcome.ok:
+    if len(outcome.findings) == told:
         _verify_numbers(outcome, measurement, frame)
         _verify_report(outcome, folder, measurement, frame)
     _verify_panel(outcome, measurement, frame, panel)
     if _text_size(measurement) is not None:
         outcome.unchecked.append("bytes and words of the text: counting them again needs the tokenizer")
     outcome.unchecked.append("that the weights give these positions: that needs the weights (measure again)")
+    outcome.unchecked.append(f"stated, and not checked here: {', '.join(stated_only(measurement, panel=panel))}")
     return outcome
+
+
+#: Blocks and leaves of a receipt that are computed again, or held against what they were made from.
+CHECKED = (
+    "seal", "summary", "counts", "per_row", "intervals", "status", "positions", "rows_measured", "positions_sha256",
+    "registration.sha256", "panel.registration_sha256", "panel.positions",
+)  # fmt: skip
+
+
+def stated_only(m: Measurement, *, panel: Path | None = None) -> list[str]:
+    """Every leaf of a receipt that nothing here was held against, by its place: ``candidate.bytes``."""
+    checked = (*CHECKED, "panel.sha256") if panel else CHECKED
+    return [leaf for leaf in _leaves(m.model_dump()) if not any(f"{leaf}.".startswith(f"{part}.") for part in checked)]
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[str]:
+    """Places of all values of a JSON document; a list is one place."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{place}.{key}" if place else str(key))
+    elif value not in (None, [], {}, ""):
+        yield place
+
+
+def verify_seal(outcome: Outcome, file: Path) -> None:
+    """Whether a record is as it was written; that says nothing of who wrote it."""
+    if broken := broken_seal(file):
+        outcome.findings.append(Finding(where=f"seal of {file.name}", stated="holds", found=broken))
+    else:
+        outcome.checked.append(f"seal of {file.name}: unchanged since it was written (no signature: not by whom)")
 
 
 def _verify_registration(outcome: Outcome, m: Measurement) -> None:
@@ -183,21 +231,30 @@ def _contradictions(frame: pd.DataFrame, *, exact: bool) -> Iterator[tuple[str, 
 
 def _verify_numbers(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> None:
     """Summary, counts, rows, intervals and status, all computed again."""
+    again = numbers_again(m, frame)
+    outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again["summary"]}, again["summary"])
+    stated = m.model_dump(include={"counts", "per_row", "intervals", "status"})
+    for what, value in stated.items():
+        outcome.compare(what, value, again[what])
+
+
+def numbers_again(m: Measurement, frame: pd.DataFrame) -> dict[str, Any]:
+    """All numbers of a receipt from its positions: summary, counts, rows, intervals and status, as JSON has them."""
     scores = Scores(**{name: frame[name].to_numpy() for name in SCORE_DTYPES})
     row_N = frame["row"].to_numpy()
     panel = _panel_of(m)
     more = receipt_extras(frame, panel) if set(EXTRA_DTYPES) <= set(frame.columns) else Extras()
     more = text_extras(scores, _text_size(m), more)
     position_N, unit_N = frame["position"].to_numpy(), panel_units(panel, row_N)
-    again = summary.summarise(scores, row_N, position_N, unit_N) | dict(more.summary)
-    outcome.compare("summary", {key: m.summary.get(key, NOT_HERE) for key in again}, again)
-    outcome.compare("counts", m.counts, summary.counts(scores) | dict(more.counts))
-    rows = [summary.row_summary(panel, r.row, _only(scores, row_N == r.row)) for r in m.per_row]
-    outcome.compare("per_row", [r.model_dump() for r in m.per_row], [r.model_dump() for r in rows])
     given = intervals(scores, row_N, panel) | dict(more.intervals)
-    found = {name: interval.model_dump() for name, interval in given.items()}
-    outcome.compare("intervals", {name: interval.model_dump() for name, interval in m.intervals.items()}, found)
-    outcome.compare("status", m.status, _status(scores, m))
+    rows = [summary.row_summary(panel, r.row, _only(scores, row_N == r.row)) for r in m.per_row]
+    return {
+        "summary": summary.summarise(scores, row_N, position_N, unit_N) | dict(more.summary),
+        "counts": summary.counts(scores) | dict(more.counts),
+        "per_row": [row.model_dump() for row in rows],
+        "intervals": {name: interval.model_dump() for name, interval in given.items()},
+        "status": _status(scores, m),
+    }
 
 
 def _text_size(m: Measurement) -> TextSize | None:
@@ -244,7 +301,11 @@ def _verify_report(outcome: Outcome, folder: Path, m: Measurement, frame: pd.Dat
     if not file.is_file():
         return
     fresh = report_text(m, frame, pictures_of(), started=started(folder)).splitlines()
-    outcome.compare("report.md, line by line", file.read_text(encoding="utf-8").splitlines(), fresh)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    if len(lines) != len(fresh):
+        outcome.findings.append(Finding(where="report.md", stated=f"{len(lines)} lines", found=f"{len(fresh)} lines"))
+        return
+    outcome.compare("report.md, line by line", lines, fresh)
 
 
 def _verify_panel(outcome: Outcome, m: Measurement, frame: pd.DataFrame, folder: Path | None) -> None:

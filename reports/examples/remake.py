@@ -38,6 +38,7 @@ QUANTS = {
 #: The two that are compared.
 PAIR = ("mlp-2bit", "mlp-2bit-10to19at3")
 KS = (20, 64, 256, 1000)
+SERVED_RUNS = ("exact", "gguf", "vllm-local", "floor-k256", *(f"k{k}" for k in KS))
 
 #: The parts in their order, and the committed folders that each is.
 PARTS = {
@@ -82,9 +83,31 @@ def quant(name: str) -> Path:
 
 
 def committed(names: Sequence[str], files: Sequence[str]) -> None:
-    """Take committed runs to the place of work, instead of measuring."""
+    """Take committed runs to the place of work, instead of measuring; their receipts are written again."""
     for name in names:
         copy(EXAMPLES / name, WORK / name, files)
+        write_again(WORK / name)
+
+
+def write_again(folder: Path) -> None:
+    """A committed receipt by today's code: its numbers from its own positions where they lie beside it, and its seal.
+
+    What was measured, by which code and of which files stays as it was.
+    """
+    from harness.measure.receipt import load_measurement, save_measurement
+    from harness.report.tables import load_positions
+    from harness.tasks.receipt import load_receipt, save_receipt
+    from harness.verify.run import numbers_again
+
+    if (folder / "tasks.json").is_file():
+        save_receipt(folder, load_receipt(folder, checked=False))
+        return
+    measurement = load_measurement(folder, checked=False)
+    if (folder / "positions.parquet").is_file():
+        again = numbers_again(measurement, load_positions(folder))
+        again["summary"] = measurement.summary | again["summary"]
+        measurement = type(measurement).model_validate(measurement.model_dump() | again)
+    save_measurement(folder, measurement)
 
 
 def texts_of(names: Sequence[str]) -> None:
@@ -144,6 +167,10 @@ def tasks(texts: bool, vllm: str | None) -> None:
 def open_panel(texts: bool, vllm: str | None) -> None:
     """The same two quants on the panel of other people's text: its rows are built first, from pinned packages."""
     folder = WORK / "open-32x2048"
+    if texts:
+        committed([f"open-32x2048/open-{name}" for name in PAIR], THEIRS)
+        copy(EXAMPLES / "open-32x2048", folder, ("compare.md", "card"))
+        return
     runs = [folder / f"open-{name}" for name in PAIR]
     fidelity("panel", "build", OPEN)
     for name, run in zip(PAIR, runs, strict=True):
@@ -156,6 +183,10 @@ def open_panel(texts: bool, vllm: str | None) -> None:
 
 def served(texts: bool, vllm: str | None) -> None:
     """The example's candidate, decoded, through a real vLLM at several k, and exactly by three engines."""
+    if texts:
+        committed([f"served/{run}" for run in SERVED_RUNS], RECEIPT)
+        copy(EXAMPLES / "served", WORK / "served", ("estimators.md", "known-tokens.png"))
+        return
     if vllm is None:
         raise SystemExit("the part served needs a vLLM: make .venv-vllm/.ready, then --vllm .venv-vllm/bin/python")
     os.environ["FIDELITY_VLLM_PYTHON"] = vllm
@@ -221,7 +252,7 @@ def place(part: str, into: Path) -> None:
         pictures = [file.name for file in (source / "card/fidelity").iterdir() if file.suffix in (".png", ".svg")]
         copy(source / "card/fidelity", target / "card/fidelity", sorted(pictures))
     else:
-        for run in ("exact", "gguf", "vllm-local", "floor-k256", *(f"k{k}" for k in KS)):
+        for run in SERVED_RUNS:
             copy(WORK / "served" / run, into / "served" / run, RECEIPT)
         copy(WORK / "served", into / "served", ("estimators.md", "known-tokens.png"))
 
@@ -229,7 +260,11 @@ def place(part: str, into: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the committed examples anew with today's code.")
     parser.add_argument("parts", nargs="*", help=f"Of {', '.join(PARTS)}; default: {', '.join(USUAL)}.")
-    parser.add_argument("--texts", action="store_true", help="Reports and card of the committed receipts alone.")
+    parser.add_argument(
+        "--texts",
+        action="store_true",
+        help="Receipts, reports and card again from what is committed; nothing is measured.",
+    )
     parser.add_argument("--into", type=Path, default=EXAMPLES, help="Where to put them.")
     parser.add_argument("--vllm", help="Python that has vLLM and this project's requirements, for the part served.")
     asked = parser.parse_args()
@@ -238,8 +273,6 @@ def main() -> None:
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     parts = [part for part in PARTS if part in (asked.parts or USUAL)]
-    if asked.texts and (other := set(parts) - set(USUAL)):
-        parser.error(f"--texts: positions of {', '.join(sorted(other))} are not committed")
     for part in parts:
         MAKERS[part](asked.texts, asked.vllm)
         place(part, asked.into)

@@ -15,7 +15,7 @@ from harness.compare import Comparison, compare, load_comparison
 from harness.errors import IncomparableError, Refused
 from harness.report.comparison_report import markdown, require_panels_tokenizer, with_texts, write
 from harness.report.words import margin_source, reason, sentence, warnings, worded
-from harness.store import write_json
+from harness.store import write_receipt
 from tests.compare.fake_arms import World
 
 WORLD = World()
@@ -290,7 +290,7 @@ def test_edited_positions_are_refused(runs: tuple[Path, Path], tmp_path: Path) -
     shutil.copytree(runs[0], tmp_path / "edited")
     WORLD.run(tmp_path / "other", "B", B)
     shutil.copy(tmp_path / "other" / "positions.parquet", tmp_path / "edited" / "positions.parquet")
-    with pytest.raises(IncomparableError, match="not what its measurement.json was made from"):
+    with pytest.raises(Refused, match="not what its measurement.json was made from"):
         compare([runs[1], tmp_path / "edited"])
 
 
@@ -299,7 +299,7 @@ def test_a_row_listed_twice_is_refused(runs: tuple[Path, Path], tmp_path: Path) 
     shutil.copytree(runs[0], tmp_path / "twice")
     content = json.loads((tmp_path / "twice" / "measurement.json").read_text())
     content["per_row"].append(content["per_row"][7])
-    write_json(tmp_path / "twice" / "measurement.json", content)
+    write_receipt(tmp_path / "twice" / "measurement.json", content)
     with pytest.raises(IncomparableError, match="a row is listed twice"):
         compare([runs[1], tmp_path / "twice"])
 

@@ -301,8 +301,9 @@ def test_positions_that_lack_a_column_or_are_no_parquet(base: Path, tmp_path: Pa
     with pytest.raises(Refused, match="positions.parquet lacks rank"):
         compare([base, lacking])
     path = other(tmp_path)
+    measured = load_measurement(path)
     (path / "positions.parquet").write_bytes(b"no parquet")
-    found = load_measurement(path).model_copy(update={"positions_sha256": file_digest(path / "positions.parquet")})
+    found = measured.model_copy(update={"positions_sha256": file_digest(path / "positions.parquet")})
     save_measurement(path, found)
     with pytest.raises(Refused, match="positions.parquet cannot be read"):
         compare([base, path])

@@ -210,7 +210,8 @@ def test_floor_and_anchors_stand_beside_one_run(runs: list[Path], tmp_path: Path
     rows = table_rows(text)
     assert re.match(r"0\.00\d+ \[", rows["floor: teacher again"][0]) and "%" in rows["anchor: fp8"][1]
     assert "Floor of the weights lane: teacher again, 0.00" in text and "not measured" not in text.split("---")[2]
-    assert verify(tmp_path / "card").ok
+    outcome = verify(tmp_path / "card")
+    assert not outcome.findings and "positions.parquet is not here" in outcome.unchecked_numbers[0]
     panel = write_run(tmp_path / "fp8", make_frame(rows=4), name="fp8").panel.model_copy(update={"sha256": "9" * 64})
     write_run(tmp_path / "fp8", make_frame(rows=4), name="fp8", panel=panel)
     with pytest.raises(IncomparableError, match="panel"):

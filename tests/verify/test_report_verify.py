@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from harness.cli import app
 from harness.compare import compare, save_comparison
-from harness.errors import UsageError
+from harness.errors import Refused, UsageError
 from harness.measure.receipt import load_measurement
 from harness.report.card import Options, collect
 from harness.report.card_write import write_card
@@ -22,7 +22,7 @@ from harness.report.plots import pictures_of
 from harness.report.run_report import report_text
 from harness.report.tables import load_positions
 from harness.report.words import worded
-from harness.store import write_json, write_table
+from harness.store import write_json, write_receipt, write_table
 from harness.verify import verify, verify_run
 from harness.verify.run import differences
 from tests.report.fake_run import make_frame, panel_of, write_run
@@ -35,13 +35,13 @@ def honest(tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, *path: str | int, value: object) -> None:
-    """Set one value of measurement.json."""
+    """Set one value of measurement.json and seal it again, as a careful forger would."""
     record = json.loads((folder / "measurement.json").read_text())
     place = record
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    write_json(folder / "measurement.json", record)
+    write_receipt(folder / "measurement.json", record)
 
 
 def forge(folder: Path, change: object) -> None:
@@ -157,7 +157,7 @@ def test_comparison_and_card(honest: Path, tmp_path: Path) -> None:
     assert {f.where for f in verify(tmp_path / "card").findings} == {"README.md"}
     record = json.loads((tmp_path / "cmp/comparison.json").read_text())
     record["pairs"][0]["differences"][0]["difference"]["low"] = -9.0
-    write_json(tmp_path / "cmp/comparison.json", record)
+    write_receipt(tmp_path / "cmp/comparison.json", record)
     assert [f.where for f in verify(tmp_path / "cmp").findings] == ["comparison.pairs[0].differences[0].difference.low"]
 
 
@@ -165,12 +165,51 @@ def test_without_its_runs_a_comparison_is_not_called_right(honest: Path, tmp_pat
     write_run(tmp_path / "a/other", make_frame(rows=6, length=65, noise=0.3), name="other")
     save_comparison(tmp_path / "b/cmp", compare([honest, tmp_path / "a/other"]))
     outcome = verify(tmp_path / "b/cmp")
-    assert not outcome.checked and "are not here (name them with --run)" in outcome.unchecked[0]
+    assert not outcome.ok and not any("seal" not in line for line in outcome.checked)
+    assert "are not here (name them with --run)" in outcome.unchecked_numbers[0]
+
+
+def test_a_change_without_a_new_seal_is_found_by_every_reader(honest: Path) -> None:
+    """C8: an edited number is not printed by a card, a report or a comparison."""
+    file = honest / "measurement.json"
+    record = json.loads(file.read_text())
+    record["summary"]["kl_mean"] /= 100
+    write_json(file, record)
+    for words in (["card", str(honest), "-o", str(honest.parent / "card")], ["compare", str(honest), str(honest)]):
+        refused = CliRunner().invoke(app, words)
+        assert isinstance(refused.exception, Refused) and "seal does not hold" in str(refused.exception)
+    assert {"seal of measurement.json", "summary.kl_mean"} <= places(honest)
+    shutil.rmtree(honest)
+
+
+def test_a_receipt_from_before_seals_is_sealed_where_it_holds(honest: Path) -> None:
+    file = honest / "measurement.json"
+    record = json.loads(file.read_text())
+    del record["seal"]
+    write_json(file, record)
+    with pytest.raises(Refused, match="carries no seal"):
+        load_measurement(honest)
+    assert CliRunner().invoke(app, ["verify", str(honest), "--seal"]).exit_code == 0
+    assert load_measurement(honest).seal
+    record["summary"]["kl_mean"] /= 100
+    write_json(file, record)
+    refused = CliRunner().invoke(app, ["verify", str(honest), "--seal"])
+    assert isinstance(refused.exception, Refused) and "is not sealed" in str(refused.exception)
+
+
+def test_every_leaf_is_checked_or_named(honest: Path) -> None:
+    outcome = verify_run(honest)
+    named = next(line for line in outcome.unchecked if line.startswith("stated, and not checked here: "))
+    listed = set(named.removeprefix("stated, and not checked here: ").split(", "))
+    record = json.loads((honest / "measurement.json").read_text())
+    for leaf in (f"candidate.{name}" for name in record["candidate"] if record["candidate"][name] not in (None, {})):
+        assert any(place == leaf or place.startswith(f"{leaf}.") for place in listed), leaf
+    assert not any(place.startswith(("summary", "intervals", "per_row", "counts")) for place in listed)
 
 
 def test_command(honest: Path) -> None:
     good = CliRunner().invoke(app, ["verify", str(honest)])
-    assert good.exit_code == 0 and "everything that could be checked holds" in good.output
+    assert good.exit_code == 0 and "things checked, all hold; " in good.output.splitlines()[-1]
     edit(honest, "summary", "kl_mean", value=0.01)
     bad = CliRunner().invoke(app, ["verify", str(honest), "--json"])
     assert bad.exit_code == 1

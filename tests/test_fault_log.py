@@ -15,6 +15,7 @@ from tests.fault_cases import (
     aggregate,
     card,
     identity,
+    models,
     numeric,
     placement,
     report,
@@ -44,6 +45,7 @@ CLASSES = (
     served,
     statements,
     placement,
+    models,
 )
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 
@@ -51,7 +53,7 @@ FAULTS = Path(__file__).parents[1] / "../shared/FAULTS.md"
 FAULTS_2 = FAULTS.with_name("FAULTS_2.md")
 #: Entries of list C that nobody has mended yet, by the issue that will.
 OPEN = {
-    11: (1, 2, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17, 18, 19, *range(52, 61)),
+    11: (4, 5, 7, 12, 14, 15, 16, 17, 18, 19, *range(52, 61)),
     12: (*range(21, 36), 37, 39, 40),
     13: tuple(range(41, 52)),
 }

@@ -142,7 +142,7 @@ def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) ->
     from rich.console import Console
 
     from harness.report import comparison_tables as tables
-    from harness.report.comparison_report import status_text
+    from harness.report.basis import registration_text
     from harness.report.words import pair_headline, primary_name, sentence, warnings
 
     console = Console()
@@ -156,7 +156,7 @@ def _show(comparison: Comparison, report: Path, tasks: list[TaskComparisons]) ->
     for pair in comparison.pairs:
         console.print(f"[bold]{pair_headline(comparison, pair)}[/bold]", highlight=False)
         console.print(f"  for a card: {primary_name(comparison, pair)} {sentence(pair.primary)}", highlight=False)
-    console.print(status_text(comparison), highlight=False)
+    console.print(registration_text(comparison), highlight=False, markup=False)
     for text in comparison.deviations:
         console.print(f"[yellow]deviation[/yellow]: {text}", highlight=False)
     for text in warnings(comparison):

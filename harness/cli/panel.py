@@ -14,6 +14,7 @@ from harness.cli.options import JsonOption, ResealOption, SealOption, TokenizerO
 
 if TYPE_CHECKING:
     from harness.panel.seal import Lock
+    from harness.registration import Registration
     from harness.types import Panel
 
 app = typer.Typer(help="Build, seal, verify and show panels.", no_args_is_help=True)
@@ -63,19 +64,73 @@ def verify(
 @app.command()
 def register(
     panel: PanelArgument,
-    replace: Annotated[bool, typer.Option(help="Seal a changed registration.toml over the sealed one.")] = False,
+    metric: Annotated[str | None, typer.Option(help="Primary metric, such as kl_mean.")] = None,
+    margin: Annotated[str | None, typer.Option(help="Difference that does not matter: 10% or 0.0025.")] = None,
+    secondary: Annotated[list[str] | None, typer.Option(help="METRIC=MARGIN; may be repeated.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="Name or weights SHA-256, or a model's folder.")] = None,
+    candidate: Annotated[
+        list[str] | None, typer.Option(help="Name, pattern (mine-*), weights SHA-256 or folder; may be repeated.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows that will be measured; all if left out.")] = None,
+    question: Annotated[str, typer.Option(help="The question in words.")] = "",
+    replace: Annotated[bool, typer.Option(help="Over another registration that is there or sealed.")] = False,
 ) -> None:
-    """Seal PANEL/registration.toml: its SHA-256 goes into panel.lock.json, and from there into every measurement."""
-    from harness.registration import provenance
+    """Seal PANEL/registration.toml, written from flags where any are given: what is asked, fixed before measuring."""
+    from harness.registration import provenance, write_registration
     from harness.registration import register as seal_registration
 
+    if metric or margin or secondary or teacher or candidate or rows or question:
+        fields: dict[str, Any] = {"question": question, "teacher": _named(teacher) if teacher else "", "rows": rows}
+        fields |= {"candidates": [_named(name) for name in candidate or []]}
+        made = _registration(fields, f"{metric}={margin}", secondary or [])
+        write_registration(panel, made, replace=replace)
     registration = seal_registration(panel, replace=replace)
     known = provenance(panel)
     typer.echo(f"panel {panel.name}: registered {registration.sha256}")
+    if not registration.candidates:
+        typer.echo("  it names no teacher and no candidates (--teacher, --candidate): results stay exploratory")
     if known is None or known.changed:
         typer.echo("  commit registration.toml and panel.lock.json before measuring: git then shows what came first")
     else:
         typer.echo(f"  committed {known.committed} as {known.commit[:12]}")
+
+
+def _registration(fields: dict[str, Any], primary: str, secondary: list[str]) -> Registration:
+    """A registration of flags; what is wrong with them is one line."""
+    from pydantic import ValidationError
+
+    from harness.errors import UsageError
+    from harness.records import first_problem
+    from harness.registration import Registration
+
+    endpoints = [_endpoint(text) for text in (primary, *secondary)]
+    try:
+        return Registration.model_validate(fields | {"primary": endpoints[0], "secondary": endpoints[1:]})
+    except ValidationError as error:
+        raise UsageError(
+            f"this cannot be registered: {first_problem(error)}",
+            "such as --metric kl_mean --margin 10% --teacher org/model --candidate 'mine-*'",
+        ) from error
+
+
+def _endpoint(text: str) -> dict[str, Any]:
+    """``kl_mean=10%`` or ``top1_agreement=0.0025``."""
+    metric, _, margin = text.partition("=")
+    relative = margin.endswith("%")
+    try:
+        size = float(margin.removesuffix("%")) / (100 if relative else 1)
+    except ValueError:
+        size = -1.0
+    return {"metric": metric, "margin": size, "margin_kind": "relative" if relative else "absolute"}
+
+
+def _named(spec: str) -> str:
+    """The SHA-256 of the weights of a folder that is here; any other name as it stands."""
+    from harness.engines.models import locate
+    from harness.engines.open import digests_of
+
+    folder = Path(spec).expanduser()
+    return digests_of(locate(str(folder), None, cache=folder))[0] if folder.is_dir() else spec
 
 
 @app.command()

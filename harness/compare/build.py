@@ -57,7 +57,7 @@ def compare(
     unit = found.registration.unit if found.registration else None
     aligned = align(arms, unit=unit or arms[0].measurement.panel.unit, excluded_rows=excluded_rows(found.registration))
     settings = _settings(aligned, found.registration)
-    plan = Plan.of(found.registration)
+    plan = Plan.of(found.registration, claimed=found.claimed)
     references = [_reference(arms[0], "floor", floor)] if floor else []
     references += [_reference(arms[0], "anchor", path) for path in anchors]
     floor_row = references[0] if floor else None
@@ -187,7 +187,8 @@ def _comparison(
     departed = all_deviations(found.registration, arms, settings, used) if found.registration else []
     return Comparison(
         key=_key(arms, settings, found, references, tail_range),
-        status="registered" if found.registration else "exploratory",
+        status=found.standing.status,
+        status_why=found.standing.why,
         registration=found.record,
         unread_registrations=list(found.unread),
         estimator=first.estimator,

@@ -18,7 +18,7 @@ from pydantic import (
 
 from harness.measure.receipt import PanelIdentity, SideIdentity
 from harness.records import Sealed, Strict, load_json
-from harness.registration import Endpoint
+from harness.registration import Endpoint, Status
 from harness.stats import Estimate, Verdict
 from harness.store import write_receipt
 
@@ -361,7 +361,9 @@ class BarOutcome(Strict):
 class Comparison(Sealed):
     format: Literal["exl3-fidelity/comparison/1"] = "exl3-fidelity/comparison/1"
     key: str
-    status: Literal["registered", "exploratory"]
+    status: Status
+    #: Why it has this status, in words.
+    status_why: str = ""
     registration: Registered | None
     #: Digests of registrations that the panel names and nothing here holds.
     unread_registrations: list[str] = Field(default_factory=list)

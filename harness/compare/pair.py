@@ -50,8 +50,11 @@ class Plan:
     registered: frozenset[str]
 
     @classmethod
-    def of(cls, registration: Registration | None) -> Plan:
-        """The registered plan, or: KL first, all judged metrics after it."""
+    def of(cls, registration: Registration | None, *, claimed: bool = False) -> Plan:
+        """The registered plan, or: KL first, all judged metrics after it.
+
+        ``claimed``: it was registered for this question; else its margins are the panel's, and called exploratory.
+        """
         if registration is None:
             judged = tuple(m.name for m in METRICS if m.lower_is_better is not None and m.name != "kl_mean")
             return cls(primary="kl_mean", secondary=judged, endpoints=DEFAULT_MARGINS, registered=frozenset())
@@ -60,7 +63,7 @@ class Plan:
             primary=registration.primary.metric,
             secondary=tuple(endpoint.metric for endpoint in registration.secondary),
             endpoints={**DEFAULT_MARGINS, **named},
-            registered=frozenset(named),
+            registered=frozenset(named) if claimed else frozenset(),
         )
 
     def role(self, metric: str) -> Role:

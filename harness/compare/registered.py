@@ -12,15 +12,20 @@ from pydantic import ValidationError
 from harness.compare.load import Arm
 from harness.compare.model import ArmResult, BarOutcome, Registered, Settings
 from harness.errors import IncomparableError, Refused
-from harness.measure.result import deviations
+from harness.measure.result import candidate_model, deviations, teacher_model
 from harness.panel.seal import list_seals
 from harness.registration import (
+    UNREGISTERED,
     Analysis,
     Registration,
+    Standing,
     analysis_deviations,
     check_bars,
+    is_before,
     lead_time,
+    missing_candidates,
     registration_block,
+    standing,
 )
 
 
@@ -31,6 +36,12 @@ class FoundRegistration:
     registration: Registration | None
     record: Registered | None
     unread: tuple[str, ...] = ()
+    standing: Standing = UNREGISTERED
+
+    @property
+    def claimed(self) -> bool:
+        """Whether this comparison may call what it does registered."""
+        return self.standing.status != "exploratory"
 
 
 def find_registration(arms: Sequence[Arm], panel: Path | None) -> FoundRegistration:
@@ -42,7 +53,9 @@ def find_registration(arms: Sequence[Arm], panel: Path | None) -> FoundRegistrat
     block = _from_panel(arms, panel) if panel else _carried(arms)
     if block is None:
         named = {sha for arm in arms if (sha := arm.measurement.panel.registration_sha256)}
-        return FoundRegistration(registration=None, record=None, unread=tuple(sorted(named)))
+        missing = f"what was registered ({', '.join(sha[:12] for sha in sorted(named))}) is not here"
+        why = Standing(status="exploratory", why=missing) if named else UNREGISTERED
+        return FoundRegistration(registration=None, record=None, unread=tuple(sorted(named)), standing=why)
     committed = block.get("committed")
     started = min((arm.started for arm in arms if arm.started), default=None)
     record = Registered(
@@ -52,7 +65,29 @@ def find_registration(arms: Sequence[Arm], panel: Path | None) -> FoundRegistrat
         lead_time=lead_time(committed, started) if committed and started else None,
         changed_since_commit=bool(block.get("changed_since_commit")),
     )
-    return FoundRegistration(registration=Registration.model_validate(block["content"]), record=record)
+    registration = Registration.model_validate(block["content"])
+    return FoundRegistration(registration=registration, record=record, standing=_standing(registration, block, arms))
+
+
+def _standing(registration: Registration, block: dict[str, Any], arms: Sequence[Arm]) -> Standing:
+    """What all arms together may claim: each is of the question, and none was begun before the commit."""
+    before = [_before(arm, block) for arm in arms]
+    return standing(
+        registration,
+        teacher_model(arms[0].measurement),
+        [candidate_model(arm.measurement) for arm in arms],
+        commit=block.get("commit"),
+        changed=bool(block.get("changed_since_commit")),
+        before_first_row=False if False in before else (None if None in before else True),
+    )
+
+
+def _before(arm: Arm, block: dict[str, Any]) -> bool | None:
+    """Whether the commit is older than an arm's first row: as its receipt says, else by its run.json."""
+    own = arm.measurement.registration or {}
+    if own.get("commit") == block.get("commit") and own.get("before_first_row") is not None:
+        return bool(own["before_first_row"])
+    return is_before(block.get("committed"), arm.started)
 
 
 def _from_panel(arms: Sequence[Arm], panel: Path) -> dict[str, Any] | None:
@@ -93,6 +128,8 @@ def all_deviations(registration: Registration, arms: Sequence[Arm], settings: Se
         resamples=settings.resamples,
         seed=settings.seed,
     )
+    left_out = missing_candidates(registration, [candidate_model(arm.measurement) for arm in arms])
+    found += [f"{name} is a registered candidate and not in this comparison" for name in left_out]
     return found + analysis_deviations(registration, made)
 
 

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from harness.digest import file_digest
 from harness.errors import IncomparableError, Refused
+from harness.records import Strict, load_json
 from harness.store import write_json
 
 REPORTS = Path("reports")
@@ -73,13 +74,40 @@ def finished(folder: Path, key: str, kind: Kind[AnyReceipt]) -> AnyReceipt | Non
     return receipt
 
 
-def write_run(folder: Path, started: float, *, tokens: int | None = None, **facts: int | float | str) -> None:
-    """Write run.json: when a run began, how long it took until now, its speed where ``tokens`` were run, and more.
+#: When a run that is not finished began; its run.json takes its place.
+BEGUN = "begun.json"
+
+
+class Begun(Strict):
+    """When the first leg of a run began; no row of its key was scored before."""
+
+    key: str
+    started: str
+
+
+def begin(folder: Path, key: str) -> str:
+    """When this run began (ISO 8601): now, or the time that an earlier leg of it wrote before its first row."""
+    file = folder / BEGUN
+    if file.is_file():
+        begun = load_json(file, Begun, f"remove {folder.name} and run the same command again")
+        if begun.key == key:
+            return begun.started
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(file, Begun(key=key, started=now).model_dump())
+    return now
+
+
+def write_run(
+    folder: Path, leg: float, *, begun: str = "", tokens: int | None = None, **facts: int | float | str
+) -> None:
+    """Write run.json: when a run began, how long its last leg took, the speed where ``tokens`` were run, and more.
 
     Args:
-        started: `time.time` when it began.
+        leg: `time.time` when this process began with it.
+        begun: when the run's first leg began, where `begin` told.
     """
-    seconds = time.time() - started
+    seconds = time.time() - leg
     speed = {} if tokens is None else {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)}
-    when = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
+    when = begun or datetime.fromtimestamp(leg, UTC).isoformat(timespec="seconds")
     write_json(folder / "run.json", {"started": when, "seconds": round(seconds, 1)} | speed | facts)
+    (folder / BEGUN).unlink(missing_ok=True)

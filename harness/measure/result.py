@@ -25,7 +25,7 @@ from harness.measure.rows import drop_row_files, scores_of
 from harness.measure.teacher import TeacherModel, Yardstick
 from harness.measure.text_size import TextSize, per_text, text_size
 from harness.panel.tokenizer import load_tokenizer
-from harness.registration import Registration, registration_block
+from harness.registration import UNREGISTERED, Model, Registration, Standing, is_before, registration_block, standing
 from harness.stats import group_totals
 from harness.types import SCORE_DTYPES, Check, Engine, EngineIdentity, Estimator, Panel, Row, Scores
 
@@ -59,6 +59,7 @@ def build_measurement(
     notes: Sequence[str] = (),
     estimator: Estimator = "exact",
     extras: Extras | None = None,
+    begun: str | None = None,
 ) -> Measurement:
     """Make the receipt of a run whose positions are all there, and write it last.
 
@@ -69,6 +70,7 @@ def build_measurement(
         scoring: how the two sides were brought together; see `exact_scoring`.
         candidate: where the candidate's files are, to count their bits; None where only a server has them.
         extras: what the estimator says besides the numbers of every measurement.
+        begun: when the run began, before its first row was scored (ISO 8601).
     """
     scores, row_N = scores_of(table), table["row"].to_numpy()
     panel, rows = yardstick.panel, yardstick.rows
@@ -109,7 +111,7 @@ def build_measurement(
             *_same_model(counts, len(scores), role),
         ],
     )
-    measurement = with_registration(measurement, yardstick.folder)
+    measurement = with_registration(measurement, yardstick.folder, begun)
     measurement = save_measurement(folder, measurement)
     drop_row_files(folder)
     return measurement
@@ -253,13 +255,42 @@ def _refuse_changed_source() -> None:
         raise Refused("the harness's own code was changed while it ran", "run the same command again")
 
 
-def with_registration(measurement: Measurement, folder: Path) -> Measurement:
-    """The measurement with what its panel's sealed registration says, and how it departs from it."""
+def with_registration(measurement: Measurement, folder: Path, begun: str | None) -> Measurement:
+    """The measurement with what its panel's sealed registration says, how it departs from it, and what it may claim."""
     block = registration_block(folder)
     if block is None:
         return measurement
     departed = deviations(Registration.model_validate(block["content"]), measurement)
-    return measurement.model_copy(update={"registration": block | {"deviations": departed}})
+    block |= {"deviations": departed, "before_first_row": is_before(block["committed"], begun)}
+    registered = measurement.model_copy(update={"registration": block})
+    claimed = {"status": standing_of(registered).status}
+    return registered.model_copy(update={"registration": block | claimed})
+
+
+def standing_of(measurement: Measurement) -> Standing:
+    """What one measurement may claim of its panel's registration, from its receipt alone."""
+    sealed, block = measurement.panel.registration_sha256, measurement.registration
+    if sealed is None and block is None:
+        return UNREGISTERED
+    if block is None or "content" not in block:
+        return Standing(status="exploratory", why=f"what was registered ({str(sealed)[:12]}) is not in the receipt")
+    return standing(
+        Registration.model_validate(block["content"]),
+        teacher_model(measurement),
+        [candidate_model(measurement)],
+        commit=block.get("commit"),
+        changed=bool(block.get("changed_since_commit")),
+        before_first_row=block.get("before_first_row"),
+    )
+
+
+def teacher_model(measurement: Measurement) -> Model:
+    return Model(names=(measurement.teacher.model,), weights_sha256=measurement.teacher.weights_sha256)
+
+
+def candidate_model(measurement: Measurement) -> Model:
+    side = measurement.candidate
+    return Model(names=(measurement.name, side.model), weights_sha256=side.weights_sha256)
 
 
 def deviations(registration: Registration, measurement: Measurement) -> list[str]:

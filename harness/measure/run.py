@@ -20,7 +20,7 @@ from harness.engines.models import ModelFolder, locate
 from harness.engines.open import EngineName, MemoryBudget, before_opening, digests_of, open_engine
 from harness.errors import EngineError
 from harness.exl3.files import config_digest
-from harness.measure.folder import Kind, finished, folder_name, write_run
+from harness.measure.folder import Kind, begin, finished, folder_name, write_run
 from harness.measure.preflight import check_echo, check_end, check_probes, check_support, probes_of
 from harness.measure.receipt import Measurement, Role, load_measurement
 from harness.measure.result import build_measurement, exact_scoring
@@ -98,7 +98,7 @@ def measure_against(request: Request, candidate: Candidate, yardstick: Yardstick
     with folder_lock(folder):
         if done := finished(folder, key, MEASUREMENT):
             return Result(folder=folder, measurement=done, reused=True)
-        started = time.time()
+        leg, begun = time.time(), begin(folder, key)
         require_room(folder, rows)
         capture, reproduced, told = yardstick.captured(request.device, request.memory_budget)
         engine = _open(request, candidate, capture, longest=yardstick.longest)
@@ -116,8 +116,9 @@ def measure_against(request: Request, candidate: Candidate, yardstick: Yardstick
             candidate=candidate.located,
             role=candidate.role,
             notes=candidate.notes,
+            begun=begun,
         )
-        write_run(folder, started, tokens=tokens, teacher=told)
+        write_run(folder, leg, begun=begun, tokens=tokens, teacher=told)
     return Result(folder=folder, measurement=measurement, reused=False)
 
 

@@ -3,6 +3,8 @@
 A small one::
 
     question = "Does keeping twelve layers at 3 bits lower the KL of the 2-bit quant?"
+    teacher = "org/model"
+    candidates = ["model-2bit", "model-2bit-12at3"]
 
     [primary]
     metric = "kl_mean"
@@ -22,6 +24,7 @@ A small one::
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -96,10 +99,17 @@ class Exclusion(Strict):
 
 
 class Registration(Strict):
-    """A whole registration.toml. ``interval`` names the method of paired differences; ``rows`` are those planned."""
+    """A whole registration.toml. ``interval`` names the method of paired differences; ``rows`` are those planned.
+
+    ``teacher`` and ``candidates`` say whose question it is: each a name, a pattern of names (``mine-*``), or the first
+    twelve characters or more of the SHA-256 of a model's weights. Without them it fixes an analysis, and claims
+    nothing.
+    """
 
     format: Literal["exl3-fidelity/registration/1"] = "exl3-fidelity/registration/1"
     question: str = ""
+    teacher: str = ""
+    candidates: tuple[str, ...] = ()
     primary: Endpoint
     secondary: tuple[Endpoint, ...] = ()
     unit: Literal["document", "row"] | None = None
@@ -120,10 +130,20 @@ class Registration(Strict):
             ("bar", [bar.name for bar in self.bars]),
             ("task", [task.name for task in self.tasks]),
             ("excluded row", [str(e.row) for e in self.exclusions]),
+            ("candidate", list(self.candidates)),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what} {twice[0]} is registered twice")
+        return self
+
+    @model_validator(mode="after")
+    def _whose_question(self) -> Registration:
+        if bool(self.teacher) != bool(self.candidates):
+            raise ValueError("a question has a teacher and candidates: name both, or neither")
+        vague = [name for name in (self.teacher, *self.candidates) if name and not re.search(r"\w", name)]
+        if vague or not all(self.candidates):
+            raise ValueError("a teacher or candidate that is a pattern alone names nothing")
         return self
 
     @property
@@ -133,8 +153,9 @@ class Registration(Strict):
 
     @property
     def sha256(self) -> str:
-        """Digest of the meaning; comments and layout of the file do not count."""
-        return json_digest(self.model_dump(mode="json"))
+        """Digest of the meaning; comments and layout of the file do not count, nor names that are not given."""
+        nameless = set() if self.candidates else {"teacher", "candidates"}
+        return json_digest(self.model_dump(mode="json", exclude=nameless))
 
 
 def load_registration(folder: Path) -> Registration | None:

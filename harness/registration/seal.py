@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,7 +12,7 @@ from typing import Any
 from harness.errors import PanelError, UsageError
 from harness.panel.seal import find_seal, list_seals, write_lock
 from harness.registration.model import FILE, Registration, load_registration
-from harness.store import folder_lock
+from harness.store import folder_lock, write_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,42 @@ class Provenance:
     commit: str
     committed: str
     changed: bool
+
+
+def write_registration(folder: Path, registration: Registration, *, replace: bool = False) -> None:
+    """Write registration.toml, for `register` to seal.
+
+    Raises:
+        UsageError: the panel cannot answer it, or is not sealed.
+        PanelError: another registration lies there and ``replace`` is not set.
+    """
+    _check_against_panel(folder, registration)
+    before = load_registration(folder)
+    if before is not None and before.sha256 != registration.sha256 and not replace:
+        raise PanelError(
+            f"{folder.name}/{FILE} is another registration ({before.sha256[:12]}; the flags give "
+            f"{registration.sha256[:12]})",
+            "leave the flags away to seal the file as it is; or --replace, or a copy of the panel under another name",
+        )
+    write_text(folder / FILE, _toml(registration))
+
+
+def _toml(registration: Registration) -> str:
+    """A registration's own keys; strings as JSON writes them, which TOML reads."""
+    said = registration.model_dump(mode="json", exclude_defaults=True)
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in said.items() if _is_plain(value)]
+    for key, value in said.items():
+        if not _is_plain(value):
+            tables = value if isinstance(value, list) else [value]
+            for table in tables:
+                lines += ["", f"[[{key}]]" if isinstance(value, list) else f"[{key}]"]
+                lines += [f"{name} = {json.dumps(part, ensure_ascii=False)}" for name, part in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is no table, and no list of tables."""
+    return not isinstance(value, dict) and not (isinstance(value, list) and isinstance(value[0], dict))
 
 
 def register(folder: Path, *, replace: bool = False) -> Registration:

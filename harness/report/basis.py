@@ -9,9 +9,9 @@ import numpy as np
 
 from harness.compare.model import Comparison
 from harness.measure.receipt import Measurement, PanelIdentity, SideIdentity
-from harness.measure.result import deviations
+from harness.measure.result import deviations, standing_of
 from harness.numbers import count, number, percent, with_interval
-from harness.registration import Registration, lead_time
+from harness.registration import Registration, Standing, lead_time
 from harness.stats import Totals, concentration
 
 # ---- what a lower bound rests on: none of these numbers stands in a column with an exact KL --------------------------
@@ -123,6 +123,7 @@ class Basis:
     candidates: Sequence[SideIdentity]
     status: str
     registration: str
+    standing: Standing
     floor: str | None = None
     repeat: str = ""
     resolution: str | None = None
@@ -153,6 +154,7 @@ def of_measurement(
         candidates=[m.candidate],
         status=m.status,
         registration=_registration_of(m, started),
+        standing=standing_of(m),
         floor=f"{floor.name}, {_kl_text(floor)}" if floor else floor_text(m),
         repeat=repeat_text(m),
         driven_by=_driven(m),
@@ -181,7 +183,8 @@ def of_comparison(c: Comparison) -> Basis:
         teacher=c.teacher,
         candidates=[arm.candidate for arm in c.arms],
         status="complete" if len(c.paired_on.rows) == c.panel.rows else "partial",
-        registration=_registration_in(c),
+        registration=registration_text(c),
+        standing=Standing(status=c.status, why=c.status_why),
         floor=f"{floor.name}, {with_interval(floor.kl.estimate, floor.kl)} nats" if floor else None,
         resolution=_resolution(c),
         driven_by=[f"{name}: row {s.row} carries {percent(s.share, 1)} of its summed KL" for name, s in heavy],
@@ -217,40 +220,32 @@ def _resolution(c: Comparison) -> str | None:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-EXPLORATORY = "Exploratory: the panel has no registration, so nothing was fixed in advance."
-
 
 def _registration_of(m: Measurement, started: str | None) -> str:
     """Whether the question was asked before the measurement, how long before, and what departs from it."""
-    sealed = m.panel.registration_sha256
-    if sealed is None:
-        return EXPLORATORY
-    block = m.registration or {}
+    found, block = standing_of(m), m.registration or {}
+    if "content" not in block:
+        return f"{found.sentence}."
     committed = str(block["committed"]) if block.get("committed") else None
     lead = lead_time(committed, started) if committed and started else None
-    text = _registered(sealed, block.get("commit"), committed, lead)
-    if block.get("changed_since_commit"):
-        text += ", **changed since that commit**"
-    if m.registration is None:
-        return f"{text}; its content is not in this receipt, so deviations could not be looked for."
-    return _with_deviations(text, deviations(Registration.model_validate(block["content"]), m))
+    departed = deviations(Registration.model_validate(block["content"]), m)
+    return _registered(found, block["sha256"], block.get("commit"), committed, lead, departed)
 
 
-def _registration_in(c: Comparison) -> str:
-    if c.registration is None:
-        return EXPLORATORY
-    r = c.registration
-    return _with_deviations(_registered(r.sha256, r.commit, r.committed, r.lead_time), c.deviations)
+def registration_text(c: Comparison) -> str:
+    """The same of a comparison: of all its arms together."""
+    found, r = Standing(status=c.status, why=c.status_why), c.registration
+    if r is None:
+        return f"{found.sentence}."
+    return _registered(found, r.sha256, r.commit, r.committed, r.lead_time, c.deviations)
 
 
-def _registered(sha256: str, commit: str | None, committed: str | None, lead: str | None) -> str:
-    text = f"Registered in advance (registration SHA-256 `{sha256}`"
-    if commit:
-        text += f", commit `{commit[:12]}` of {committed}"
-    return text + (f", {lead})" if lead else ")")
-
-
-def _with_deviations(text: str, departed: Sequence[str]) -> str:
+def _registered(
+    found: Standing, sha256: str, commit: str | None, committed: str | None, lead: str | None, departed: Sequence[str]
+) -> str:
+    made = f", commit `{commit[:12]}` of {committed}" if commit else ""
+    made += f", {lead}" if lead else ""
+    text = f"{found.sentence} (registration SHA-256 `{sha256}`{made})"
     return f"{text}; **deviations: {'; '.join(departed)}**." if departed else f"{text}; no deviations."
 
 

@@ -36,7 +36,7 @@ from harness.report.frontmatter import (
 from harness.report.plots import Picture
 from harness.report.table import Table, render
 from harness.report.task_tables import TaskTable, task_table
-from harness.report.words import pair_headline, warnings
+from harness.report.words import bars_title, pair_headline, warnings
 
 #: Folder beside README.md that holds receipts and pictures.
 FOLDER = "fidelity"
@@ -295,13 +295,13 @@ def _glance(
             missed = [bar.name for bar in own if bar.met is False]
             met = len(own) - len(missed)
             text = f"{met} of {len(own)} met" + (f"; not met: {', '.join(missed)}" if missed else "")
-            lines.append(("Registered bars", text))
+            lines.append((bars_title(part.comparison), text))
     if basis.failed_checks:
         lines.append(("Failed checks", "; ".join(basis.failed_checks)))
     if tasks is not None:
         shown = [f"{line.name}: {line.values[-1]}{f', {line.verdict}' * bool(line.verdict)}" for line in tasks.lines]
         lines.append(("Task benchmarks", "; ".join(shown)))
-    status = basis.registration.split(":")[0].split(" (")[0]
+    status = basis.standing.status
     lines.append(("Panel", f"{basis.panel.name}, {basis.rows_measured} rows, {basis.positions:,} positions; {status}"))
     return Table("At a glance", ("", ""), [(f"**{name}**", text) for name, text in lines], sides="ll")
 
@@ -346,6 +346,7 @@ def _panel_result(part: Part, subject: str, side: SideIdentity) -> PanelResult:
     }
     if low is not None and high is not None:
         args["kl_interval_95"] = [low, high]
+    args["registration"] = basis.standing.status
     if basis.failed_checks:
         args["failed_checks"] = list(basis.failed_checks)
     kl_name = "kl_divergence" if basis.estimator == "exact" else "kl_divergence_lower_bound"

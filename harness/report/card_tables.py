@@ -22,7 +22,7 @@ from harness.numbers import (
 )
 from harness.report.comparison_tables import bars, relative
 from harness.report.table import Table
-from harness.report.words import margin_source
+from harness.report.words import bars_title, margin_source
 
 LABELS = {
     "kl_mean": "KL mean",
@@ -284,8 +284,8 @@ def _bars(c: Comparison, subject: str) -> Table | None:
     """Registered bars of the subject, met or not; None where nothing was registered."""
     words = {True: "met", False: "**not met**", None: "not known"}
     rows = [tuple(cells) for arm, *cells in bars(c, words).rows if arm == subject]
-    header = ("registered bar", "condition", "value", "threshold", "")
-    return Table("Registered bars", header, rows, sides="llrrl") if rows else None
+    header = (bars_title(c).removesuffix("s"), "condition", "value", "threshold", "")
+    return Table(bars_title(c), header, rows, sides="llrrl") if rows else None
 
 
 # ---- one measurement alone -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from harness.errors import IncomparableError
 from harness.numbers import count
 from harness.report import comparison_tables as tables
 from harness.report import task_tables
+from harness.report.basis import registration_text
 from harness.report.table import Table, cell
 from harness.report.words import pair_headline, warnings, worded, worded_tasks
 from harness.store import folder_lock, write_text
@@ -33,7 +34,7 @@ def markdown(comparison: Comparison) -> str:
     """The whole report; the same comparison gives the same text."""
     blocks = [f"# {' against '.join(_names(comparison))}"]
     blocks += [f"**{cell(pair_headline(comparison, pair))}**" for pair in comparison.pairs]
-    blocks += [status_text(comparison), *_bullets("Deviations from the registration", comparison.deviations)]
+    blocks += [registration_text(comparison), *_bullets("Deviations from the registration", comparison.deviations)]
     blocks += _bullets("Before reading the numbers", warnings(comparison))
     blocks += [tables.summary(comparison, pair).section for pair in comparison.pairs]
     blocks += ["\\* the primary metric. Differences are *candidate - baseline*, paired on the same positions."]
@@ -74,17 +75,6 @@ def _positions(comparison: Comparison) -> list[Table]:
 
 def _bullets(title: str, lines: list[str]) -> list[str]:
     return [f"### {title}\n\n" + "\n".join(f"- {cell(line)}" for line in lines)] if lines else []
-
-
-def status_text(comparison: Comparison) -> str:
-    """Registered, by which commit and how long before the run; or exploratory."""
-    found = comparison.registration
-    if comparison.status == "exploratory" or found is None:
-        return "Exploratory: no registration was sealed into this panel, so margins are defaults and nothing was fixed."
-    commit = f", commit `{found.commit[:12]}`" if found.commit else ", not committed to git"
-    lead = f", made {found.lead_time}" if found.lead_time else ""
-    departed = "with the deviations below" if comparison.deviations else "no deviations"
-    return f"Registered: `{found.sha256[:12]}`{commit}{lead}; {departed}."
 
 
 def how(comparison: Comparison) -> list[str]:

@@ -19,7 +19,7 @@ from harness.numbers import (
     supported_decimals,
 )
 from harness.report.table import Table
-from harness.report.words import margin_source, reason
+from harness.report.words import bars_title, margin_source, reason
 
 #: Decimals of single values, as published cards show them.
 DECIMALS = 5
@@ -233,7 +233,7 @@ def bars(comparison: Comparison, words: Mapping[bool | None, str] = BAR_WORDS) -
         (bar.arm, bar.name, bar.statement, number(bar.value), number(bar.threshold), words[bar.met])
         for bar in comparison.bars
     ]
-    return Table("Registered bars", ("candidate", "bar", "condition", "value", "threshold", ""), rows)
+    return Table(bars_title(comparison), ("candidate", "bar", "condition", "value", "threshold", ""), rows)
 
 
 def tails_table(pair: Pair, tails: Tails) -> Table:

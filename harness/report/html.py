@@ -112,10 +112,9 @@ def shown(picture: Picture, draw: Callable[[Theme], Figure]) -> Shown:
 
 def labels_of(basis: Basis, label: str) -> list[str]:
     """The small marks under the title: partial, exploratory, lower bound, lane."""
-    exploratory = ["exploratory"] if basis.registration.startswith("Exploratory") else ["registered"]
     bound = ["lower bound"] if basis.estimator == "lower_bound" else []
     failed = ["failed checks"] if basis.failed_checks else []
-    return [*([label] if label else []), *exploratory, *bound, *failed, f"{basis.lane} lane"]
+    return [*([label] if label else []), basis.standing.status, *bound, *failed, f"{basis.lane} lane"]
 
 
 def context_text(ids: Sequence[int], decoder: Decoder | None) -> str:

@@ -103,6 +103,7 @@ def _context(m: Measurement, frame: pd.DataFrame, started: str | None) -> dict[s
         "worst": worst_table(frame),
         "checks": checks_table(m, failed="**failed**").under("", ("preflight check", "", "figure", "")),
         "identity": shown.identity,
+        "standing": basis.standing,
         "how": how_measured(basis),
         "cannot": cannot_tell(basis),
     }

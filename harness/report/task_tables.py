@@ -136,12 +136,12 @@ def agreement(found: TaskComparisons) -> Table:
 
 
 def bars(found: TaskComparisons) -> Table:
-    """Registered bars on tasks and what came out."""
+    """Bars of the registration on tasks, and what came out."""
     rows = [
         (bar.arm, bar.name, bar.statement, number(bar.value), number(bar.threshold), BAR_WORDS[bar.met])
         for bar in found.bars
     ]
-    return Table("Registered bars on tasks", ("candidate", "bar", "condition", "value", "threshold", ""), rows)
+    return Table("Bars of the registration on tasks", ("candidate", "bar", "condition", "value", "threshold", ""), rows)
 
 
 def sentence(task: TaskComparison, pair: TaskPair) -> str:

@@ -96,6 +96,11 @@ def reason(comparison: Comparison, pair: Pair, d: Difference) -> str:
             return f"does not survive Holm's correction (p = {d.p_holm:.3g})"
 
 
+def bars_title(c: Comparison) -> str:
+    """What bars are called: registered only where the registration is of this question."""
+    return "Exploratory bars" if c.status == "exploratory" else "Registered bars"
+
+
 def margin_source(d: Difference) -> str:
     """Where a margin is from: ``registered: 0.0025``, ``exploratory default: 0.1 of the baseline``."""
     stated = d.margin_stated

@@ -17,7 +17,7 @@ from harness.digest import json_digest
 from harness.engines.open import NO_TOKENIZER
 from harness.errors import UsageError
 from harness.exl3.files import config_digest
-from harness.measure.folder import finished, folder_name, write_run
+from harness.measure.folder import begin, finished, folder_name, write_run
 from harness.measure.receipt import Measurement, Role
 from harness.measure.result import build_measurement
 from harness.measure.rows import finished_rows, join_rows, require_room, write_row
@@ -130,7 +130,8 @@ def measure_served(request: ServedRequest) -> Result:
 
 def _measure(run: _Run) -> Measurement:
     """Capture, preflight, rows, receipt, bookkeeping."""
-    started, yardstick = time.time(), run.yardstick
+    leg, yardstick = time.time(), run.yardstick
+    begun = begin(run.folder, run.key)
     require_room(run.folder, yardstick.rows)
     capture, reproduced, told = yardstick.captured(run.request.device)
     checks = _preflight(run, capture)
@@ -151,10 +152,12 @@ def _measure(run: _Run) -> Measurement:
         notes=_notes(run),
         estimator="lower_bound",
         extras=receipt_extras(table, yardstick.panel),
+        begun=begun,
     )
     write_run(
         run.folder,
-        started,
+        leg,
+        begun=begun,
         tokens=wire.tokens,
         wire_bytes=wire.bytes,
         server_seconds=round(wire.seconds, 2),

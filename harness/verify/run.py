@@ -19,7 +19,7 @@ from harness.errors import PanelError
 from harness.measure import summary
 from harness.measure.quantities import interval_of
 from harness.measure.receipt import Measurement, load_measurement
-from harness.measure.result import Extras, intervals, panel_units, text_extras
+from harness.measure.result import Extras, intervals, panel_units, standing_of, text_extras
 from harness.measure.text_size import BYTES, WORDS, TextSize
 from harness.panel import load_panel
 from harness.records import broken_seal
@@ -193,6 +193,8 @@ def _verify_registration(outcome: Outcome, m: Measurement) -> None:
     content = Registration.model_validate(m.registration["content"])
     outcome.compare("registration.sha256", m.registration["sha256"], content.sha256)
     outcome.compare("panel.registration_sha256", m.panel.registration_sha256, content.sha256)
+    if "status" in m.registration:
+        outcome.compare("registration.status", m.registration["status"], standing_of(m).status)
 
 
 def _verify_columns(outcome: Outcome, m: Measurement, frame: pd.DataFrame) -> None:

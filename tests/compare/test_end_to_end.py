@@ -17,6 +17,8 @@ from harness.report.words import sentence, warnings
 
 REGISTRATION = """
 question = "Does the finer rounding lower the KL?"
+teacher = "tiny-teacher"
+candidates = ["coarse", "fine"]
 [primary]
 metric = "kl_mean"
 margin = 0.1
@@ -63,7 +65,7 @@ def test_a_registered_comparison_of_two_measured_candidates(
     found = load_comparison(tmp_path / "out")
     kl = [pq.read_table(run / "positions.parquet")["kl"].to_numpy() for run in runs]
     first = found.pairs[0].primary
-    assert found.status == "registered" and found.deviations == []
+    assert found.status == "registered, time not proven" and found.deviations == []
     assert first.difference.estimate == pytest.approx(np.mean(kl[1]) - np.mean(kl[0]), rel=1e-9)
     assert first.verdict == "better" and sentence(first).endswith("lower on 4 of 4 contexts")
     assert [bar.met for bar in found.bars] == [True]

@@ -173,6 +173,8 @@ def test_anchors_stand_beside_and_are_not_judged(base: Path, tmp_path: Path) -> 
 
 PLAN = Registration.model_validate(
     {
+        "teacher": "teacher",
+        "candidates": ["A", "B"],
         "primary": {"metric": "tv_mean", "margin": 0.5, "margin_kind": "relative"},
         "secondary": [{"metric": "kl_mean", "margin": 0.001}],
         "seed": 7,
@@ -208,7 +210,7 @@ def registered_runs(folder: Path, **change: Any) -> list[Path]:
 def test_a_registration_fixes_metric_margin_seed_and_exclusions(tmp_path: Path) -> None:
     found = compare(registered_runs(tmp_path))
     first = found.pairs[0].primary
-    assert (found.status, first.metric, first.role) == ("registered", "tv_mean", "primary")
+    assert (found.status, first.metric, first.role) == ("registered in advance", "tv_mean", "primary")
     assert first.verdict == "equivalent" and first.margin == pytest.approx(0.5 * first.baseline)
     assert margin_source(first) == "registered: 0.5 of the baseline"
     assert (found.settings.seed, found.settings.resamples) == (7, 500)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -219,8 +223,146 @@ environment.HARNESS = Path(sys.argv[1])
 print(environment.current_source_digest())
 """
 
+
+def git(folder: Path, *arguments: str, when: str = "") -> None:
+    person = {f"GIT_{who}_{what}": "n@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    dated = {"GIT_COMMITTER_DATE": when} if when else {}
+    subprocess.run(
+        ["git", *arguments], cwd=folder, check=True, capture_output=True, env=dict(os.environ) | person | dated
+    )
+
+
+def said_of(folder: Path, exl3_folder: Path, teacher_folder: Path, pages: tuple[str, ...]) -> list[str]:
+    """Two candidates on the panel in ``folder``: the claim as report, comparison, card, HTML and JSON have it."""
+    for name, model in (("a", teacher_folder), ("b", exl3_folder)):
+        done(folder, *measure(model, teacher_folder, folder / "panel", name))
+    said = done(folder, "compare", "a", "b", "-o", "ab")
+    for page in pages:
+        done(folder, "report", page, "-o", f"{page}.html")
+    done(folder, "card", "b", "-o", "one", "--no-pictures")
+    done(folder, "card", "a", "b", "-o", "two", "--no-pictures")
+    receipts = [json.loads((folder / place).read_text()) for place in ("b/measurement.json", "ab/comparison.json")]
+    status = [str(receipts[0]["registration"]["status"]), str(receipts[1]["status"])]
+    files = ["b/report.md", "ab/report.md", "one/README.md", "two/README.md", *(f"{page}.html" for page in pages)]
+    return [*status, " ".join(said.split()), *((folder / name).read_text() for name in files)]
+
+
+def registration_of(folder: Path, panel_folder: Path, *flags: str) -> Path:
+    """A copy of the panel in a git repository, registered by flags and not committed yet."""
+    shutil.copytree(panel_folder, folder / "panel")
+    git(folder, "init", "-q")
+    plan = ("--metric", "kl_mean", "--margin", "10%", "--secondary", "top1_agreement=0.0025")
+    done(folder, "panel", "register", folder / "panel", *plan, *flags)
+    return folder / "panel"
+
+
+NAMED = ("--teacher", "tiny-teacher", "--candidate", "tiny-*")
+#: Flags, the commit's date ("" is now, None no commit), what is said, and why.
+CLAIMS: dict[str, tuple[tuple[str, ...], str | None, str, str]] = {
+    "stranger": ((), "2026-01-01T00:00:00Z", "exploratory", "names no teacher and no candidates"),
+    "owner": (NAMED, "2026-01-01T00:00:00Z", "registered in advance", "its commit is older than the first scored row"),
+    "other": (
+        ("--teacher", "tiny-teacher", "--candidate", "tiny-teacher"),
+        "2026-01-01T00:00:00Z",
+        "exploratory",
+        "not the registered question: tiny-exl3 is not among tiny-teacher",
+    ),
+    "no-git": (NAMED, None, "registered, time not proven", "its file is in no commit"),
+    "late": (NAMED, "2099-01-01T00:00:00Z", "exploratory", "its commit is younger than the first scored row"),
+}
+
+
+def registered_in_advance(folder: Path, exl3_folder: Path, teacher_folder: Path, panel_folder: Path) -> None:
+    """Whoever did not ask this question before its first row gets no such words, anywhere; who did gets them."""
+    for name, (flags, when, status, why) in CLAIMS.items():
+        place = folder / name
+        place.mkdir()
+        registration_of(place, panel_folder, *flags)
+        if when is not None:
+            git(place, "add", ".")
+            git(place, "commit", "-qm", "register", when=when)
+        pages = {"stranger": ("b", "ab"), "owner": ("ab",)}.get(name, ())
+        for number, text in enumerate(said_of(place, exl3_folder, teacher_folder, pages)):
+            assert status in text.lower(), (name, number, text[:3000])
+            assert number in (0, 1) or why in text or html.escape(why) in text, (name, number, text[:3000])
+            assert status == "registered in advance" or "registered in advance" not in text.lower(), (name, number)
+
+
+def registered_after_looking(folder: Path, exl3_folder: Path, teacher_folder: Path, panel_folder: Path) -> None:
+    """Measured, looked at, then registered and committed: a comparison with that panel says that it came later."""
+    shutil.copytree(panel_folder, folder / "panel")
+    git(folder, "init", "-q")
+    for name, model in (("a", teacher_folder), ("b", exl3_folder)):
+        done(folder, *measure(model, teacher_folder, folder / "panel", name))
+    done(folder, "panel", "register", folder / "panel", "--metric", "kl_mean", "--margin", "10%", *NAMED)
+    git(folder, "add", "panel")
+    git(folder, "commit", "-qm", "register", when="2099-01-01T00:00:00Z")
+    said = " ".join(done(folder, "compare", "a", "b", "--panel", "panel", "-o", "ab").split())
+    assert "Exploratory: its commit is younger than the first scored row" in said
+    assert "b: measured under no registration" in said
+    assert json.loads((folder / "ab/comparison.json").read_text())["status"] == "exploratory"
+
+
+def a_resumed_run_keeps_its_beginning(
+    folder: Path, exl3_folder: Path, teacher_folder: Path, panel_folder: Path
+) -> None:
+    """Rows were scored, the run was killed, then the registration was committed: not in advance."""
+    registration_of(folder, panel_folder, *NAMED)
+    asked = measure(exl3_folder, teacher_folder, folder / "panel", "b")
+    with mock.patch("harness.measure.folder.datetime", Clock("2026-01-02T00:00:00+00:00")), dies_after(ROW, 2):
+        assert fidelity(folder, *asked)[0] == 130
+    git(folder, "add", "panel")
+    git(folder, "commit", "-qm", "register", when="2026-01-03T00:00:00Z")
+    done(folder, *asked)
+    receipt = json.loads((folder / "b/measurement.json").read_text())
+    assert receipt["registration"]["status"] == "exploratory" and not receipt["registration"]["before_first_row"]
+    assert json.loads((folder / "b/run.json").read_text())["started"] == "2026-01-02T00:00:00+00:00"
+
+
+ROW = "harness.measure.run.write_row"
+
+
+class Clock:
+    """`datetime` whose now is fixed."""
+
+    def __init__(self, now: str) -> None:
+        self._now = now
+
+    def now(self, _: object) -> datetime:
+        return datetime.fromisoformat(self._now)
+
+
+def worked_example(folder: Path, exl3_folder: Path, teacher_folder: Path, panel_folder: Path) -> None:
+    """The commands of panels/README, as they stand there, end with the words that it promises."""
+    text = (Path(__file__).parents[2] / "panels/README.md").read_text()
+    block = text.split("## A question, registered")[1].split("```")[1].removeprefix("sh\n").replace("\\\n", " ")
+    shutil.copytree(panel_folder, folder / "panels/example")
+    shutil.copytree(teacher_folder, folder / "models/base")
+    shutil.copytree(exl3_folder, folder / "models/mine-2bit")
+    shutil.copytree(teacher_folder, folder / "models/mine-3bit")
+    git(folder, "init", "-q")
+    said = ""
+    for line in filter(None, block.splitlines()):
+        words = shlex.split(line, comments=True)
+        match words[0]:
+            case "fidelity":
+                said = done(folder, *words[1:])
+            case "git":
+                git(folder, *words[1:])
+            case "cp":
+                shutil.copytree(folder / words[2], folder / words[3])
+    assert "Registered in advance: its commit is older than the first scored row" in " ".join(said.split())
+    assert "mine-3bit is better than mine-2bit" in " ".join(said.split())
+
+
 MODELS = ("exl3_folder", "teacher_folder", "panel_folder")
 ROWS = [
+    Fault(id="C7-in-advance", title="registered in advance is earned", check=registered_in_advance, needs=MODELS),
+    Fault(id="C7-after-looking", title="registered after measuring", check=registered_after_looking, needs=MODELS),
+    Fault(
+        id="C7-resumed", title="begun before it was registered", check=a_resumed_run_keeps_its_beginning, needs=MODELS
+    ),
+    Fault(id="C44-how-to-register", title="the documented commands work", check=worked_example, needs=MODELS),
     Fault(id="C9-source-in-key", title="the key covers all code that makes numbers", check=source_in_key, needs=MODELS),
     Fault(id="C10-panel-seal", title="the seal covers every field that matters", check=panel_seal, needs=MODELS),
     Fault(id="C11-state-leak", title="a leak in the probes or at row 4", check=state_leak, needs=MODELS),

@@ -151,7 +151,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(
     monkeypatch.setattr(measure_module, "write_row", dies)
     with pytest.raises(KeyboardInterrupt):
         measure(request(candidate_folder, panel_folder, teacher_folder, out=Path("killed")))
-    assert sorted(p.name for p in Path("killed/rows").iterdir()) == ["row-0000.parquet", "row-0001.parquet"]
+    assert sorted(p.name for p in Path("killed/rows").glob("*.parquet")) == ["row-0000.parquet", "row-0001.parquet"]
     calls.clear()
     monkeypatch.setattr(measure_module, "write_row", lambda *args: (calls.append(args[2].index), real(*args)))
     measure(request(candidate_folder, panel_folder, teacher_folder, out=Path("killed")))

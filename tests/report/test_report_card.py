@@ -225,7 +225,7 @@ def test_registered_bars_and_deviations_are_on_the_card(runs: list[Path], tmp_pa
 
     bar = BarOutcome(arm="mixed", name="samples", statement="samples >= 16", value=14.0, threshold=16.0, met=False)
     update = {
-        "status": "registered",
+        "status": "registered in advance",
         "registration": Registered(sha256="7" * 64, commit="ab" * 20, committed="2026-09-01", lead_time="3 d before"),
         "bars": [bar],
         "deviations": ["task mmlu: the first 20 items of each task, registered all items"],

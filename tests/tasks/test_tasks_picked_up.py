@@ -106,4 +106,4 @@ def test_registered_tasks_are_held_to(tmp_path: Path) -> None:
     from harness.cli import app
 
     shown = CliRunner().invoke(app, ["compare", *map(str, runs), "-o", str(tmp_path / "out")], terminal_width=200)
-    assert shown.exit_code == 1 and "Registered bars on tasks" in shown.output
+    assert shown.exit_code == 1 and "Bars of the registration on tasks" in shown.output

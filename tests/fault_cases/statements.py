@@ -299,7 +299,7 @@ def registered_after_looking(folder: Path, exl3_folder: Path, teacher_folder: Pa
     git(folder, "commit", "-qm", "register", when="2099-01-01T00:00:00Z")
     said = " ".join(done(folder, "compare", "a", "b", "--panel", "panel", "-o", "ab").split())
     assert "Exploratory: its commit is younger than the first scored row" in said
-    assert "b: measured under no registration" in said
+    assert "tiny-exl3: measured under no registration" in said
     assert json.loads((folder / "ab/comparison.json").read_text())["status"] == "exploratory"
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.fault_cases import (
     aggregate,
     card,
+    heads,
     identity,
     models,
     numeric,
@@ -46,6 +47,7 @@ CLASSES = (
     statements,
     placement,
     models,
+    heads,
 )
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 
@@ -53,7 +55,7 @@ FAULTS = Path(__file__).parents[1] / "../shared/FAULTS.md"
 FAULTS_2 = FAULTS.with_name("FAULTS_2.md")
 #: Entries of list C that nobody has mended yet, by the issue that will.
 OPEN = {
-    11: (4, 5, 12, 14, 15, 16, 17, 18, 19, *range(52, 61)),
+    11: (4, 5, 12, 14, 15, 16, 17, 18, 52, 53, 54, 55, 59),
     12: (*range(21, 36), 37, 39, 40),
     13: (41, 42, 43, *range(45, 52)),
 }

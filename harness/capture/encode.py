@@ -20,6 +20,7 @@ from harness.types import Head, Hidden, Logits, Row
 
 #: A stored distribution may differ by this much, in nats and in total probability.
 ROUNDTRIP_LIMIT = 1e-6
+_WIDE = 'set capture_dtype = "float32" in the teacher\'s TOML file'
 _CHUNK = 1 << 21  # logits worked on at a time: 16 MB in float64
 
 
@@ -64,7 +65,7 @@ def encode_logits(row: Row, outputs: Logits, dtype: torch.dtype) -> Encoded:
     if dtype not in (torch.float16, torch.float32):
         raise CaptureError(
             f"logits cannot be stored as {dtype}: it would move every KL by 1e-4 nats or more",
-            'use states_dtype="float16" (minus the row maximum) or "float32"',
+            _WIDE,
         )
     scored = len(row.ids_T) - 1
     logits = outputs.logits_TV
@@ -114,6 +115,20 @@ FLOAT_STATS = {"logsumexp": "lse", "nll": "nll", "entropy": "entropy", "p_top1":
 _NOT_FINITE = "a teacher must give every token of the panel a probability: check its head and its vocabulary"
 
 
+def minus_row_max(logits_TV: torch.Tensor) -> torch.Tensor:
+    """Float32 logits minus their row's maximum, rounded as a capture's are: a model is at distance 0 from itself.
+
+    Rows without a finite maximum stay as they are.
+    """
+    step = max(1, _CHUNK // logits_TV.shape[1])
+    pieces = []
+    for start in range(0, len(logits_TV), step):
+        piece = logits_TV[start : start + step].detach().cpu().double()
+        top = piece.amax(1, keepdim=True)
+        pieces.append((piece - torch.where(torch.isfinite(top), top, 0.0)).float())
+    return torch.cat(pieces) if pieces else logits_TV
+
+
 def _shifted(
     row: Row, start: int, logits: torch.Tensor, targets: np.ndarray, dtype: torch.dtype
 ) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
@@ -132,7 +147,7 @@ def _shifted(
         where = start + int(np.flatnonzero(lost.any(1))[0])
         raise CaptureError(
             f"row {row.index}, position {where}: a logit lies {-exact[lost].max():.0f} below the maximum, past fp16",
-            'store this capture with states_dtype="float32"',
+            _WIDE,
         )
     return stored, _logit_stats(exact, wide, targets)
 
@@ -163,7 +178,7 @@ def _require_roundtrip(row: Row, kl: np.ndarray, excess: np.ndarray) -> None:
             raise CaptureError(
                 f"row {row.index}, position {worst}: stored logits would be {errors[worst]:.2g} {what}; "
                 f"the limit is {ROUNDTRIP_LIMIT:g}",
-                'store this capture with states_dtype="float32"',
+                _WIDE,
             )
 
 

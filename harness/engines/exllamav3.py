@@ -34,7 +34,7 @@ from harness.engines.base import (
     stored_dtype,
     version_of,
 )
-from harness.engines.head import PROBE, deviation, head_at, head_logits, require_own_head
+from harness.engines.head import PROBE, head_at, head_logits, require_own_head, trial_states
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError
 from harness.progress import phase
@@ -195,10 +195,10 @@ class ExllamaV3Engine:
     def _check_head(self, row: CarriedRow) -> None:
         """Hold the engine's own logits of a few tokens against those of the checkpoint's head, and refuse others."""
         module = self._head_module
-        states = row.state[:, :PROBE].to(self._device)
+        few = trial_states(self._head, row.state[0, :PROBE].cpu())
+        states = few[None].to(self._device)
         theirs = module.forward(module.prepare_for_device(states, row.params), row.params)[0].cpu()
-        self.head_deviation = deviation(theirs, self._head, states[0].cpu())
-        require_own_head(self._located, "exllamav3", self.head_deviation, "float16", INSTEAD)
+        self.head_deviation = require_own_head(self._located, "exllamav3", theirs.half(), self._head, few, INSTEAD)
 
 
 def _build(package: Any, located: ModelFolder, row_tokens: int) -> tuple[Any, Any]:

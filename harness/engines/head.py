@@ -7,11 +7,13 @@ the head which the engine itself applies is looked at on a few tokens, never ass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness.digest import head_digest
 from harness.engines.models import ModelFolder
@@ -27,8 +29,12 @@ PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_
 PIECE = 8192
 #: Tokens on which a model's logits are held against those of its head.
 PROBE = 8
-#: Largest |logit - head(input)| that still counts as "the head is linear -> scale -> soft-cap".
-SEPARABLE_TOLERANCE = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
+#: Largest |logit - head(input)| that float32 arithmetic leaves of "the head is linear -> scale -> soft-cap".
+SEPARABLE = 1e-3
+#: Logits that a head is tried on: large enough for any soft-cap in use to show.
+LARGEST = 50.0
+#: Largest departure from 1 of the slope of an engine's 16-bit logits over ours: rounding averages out in it.
+SLOPE = 2e-3
 
 
 def head_of(model: Any, vocab_size: int | None = None) -> Head:
@@ -143,41 +149,136 @@ def head_scale(factor: float | None, divisor: float | None) -> float:
     return float(factor or 1.0 / float(divisor or 1.0))
 
 
-def head_logits(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
-    """Float32 logits ``[T, V]`` of a few positions: for checks, not for scoring."""
+def linear_logits(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
+    """Float32 ``[..., V]``: what the head's linear gives, before scale and soft-cap."""
     states, weight = states_TH.float(), head.weight_VH
     pieces = [states @ weight[low : low + PIECE].float().T for low in range(0, len(weight), PIECE)]
     logits = torch.cat(pieces, -1)
-    if head.bias_V is not None:
-        logits = logits + head.bias_V.float()
+    return logits if head.bias_V is None else logits + head.bias_V.float()
+
+
+def shaped(head: Head, logits: torch.Tensor) -> torch.Tensor:
+    """What the head makes of the outputs of its linear."""
     logits = logits * head.scale
     return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
 
 
+def head_logits(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
+    """Float32 logits ``[T, V]`` of a few positions: for checks, not for scoring."""
+    return shaped(head, linear_logits(head, states_TH))
+
+
 def deviation(theirs_TV: torch.Tensor, head: Head, states_TH: torch.Tensor) -> float:
     """Largest |logit - head(input)| over the real tokens of a few positions."""
+    return _largest(theirs_TV, head_logits(head, states_TH), head)
+
+
+def _largest(theirs_TV: torch.Tensor, ours_TV: torch.Tensor, head: Head) -> float:
     support = slice(head.vocab_size)
-    ours = head_logits(head, states_TH)[:, support]
-    return float((theirs_TV.float()[:, support] - ours).abs().max())
+    return float((theirs_TV.float()[..., support] - ours_TV[..., support]).abs().max())
 
 
-def is_separable(deviation: float, compute: torch.dtype | str) -> bool:
-    """Whether a deviation in this compute dtype is rounding alone; NaN is not."""
-    return deviation <= SEPARABLE_TOLERANCE[str(compute).removeprefix("torch.")]
+# ---- a head of the reference: in float32, on the head alone ----------------------------------------------------------
 
 
-def require_own_head(located: ModelFolder, engine: str, deviation: float, compute: str, instead: str) -> None:
-    """Refuse an engine whose logits are not those of the checkpoint's head.
+class HeadProbe:
+    """Puts float32 in place of what a model's output layer gives: its own product, or logits made up for a trial.
+
+    So all that follows the layer in the model's ``forward`` (scales, soft-caps, masks) computes in float32, and an
+    unknown part of a head cannot hide behind the rounding of 16-bit logits.
+    """
+
+    def __init__(self, layer: nn.Module, head: Head) -> None:
+        self._layer, self._head = layer, head
+        #: Largest |output of the layer - linear(input)|, and the rounding that its dtype explains.
+        self._off, self._limit = 0.0, 0.0
+        self._given: torch.Tensor | None = None
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Answer half of the positions with their product and half with a ramp of logits, and look at the layer."""
+        with self._answering(self._trial):
+            yield
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Answer with the product in float32, where the layer is linear; else leave it alone."""
+        if not self.is_linear:
+            yield
+            return
+        with self._answering(lambda states, _output: linear_logits(self._head, states)):
+            yield
+
+    @contextmanager
+    def _answering(self, answer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        handle = self._layer.register_forward_hook(lambda _module, inputs, output: answer(inputs[0], output))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _trial(self, states: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        given = linear_logits(self._head, states)
+        columns = slice(min(given.shape[-1], output.shape[-1]))
+        self._off = float((output.float()[..., columns] - given[..., columns]).abs().max())
+        self._limit = float(given.abs().max()) * (4 * torch.finfo(output.dtype).eps + 1e-4) + 1e-6
+        ramp = torch.linspace(-LARGEST, LARGEST, given.shape[-1], device=given.device)
+        for position in range(given.shape[-2] // 2, given.shape[-2]):
+            given[..., position, :] = ramp.roll(7 * position)
+        self._given = given
+        return given
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layer itself is linear, to the rounding of its dtype; NaN is not."""
+        return self._off <= self._limit
+
+    def deviation(self, theirs_TV: torch.Tensor) -> float:
+        """Largest |logit - head(input)| of the trial, in float32.
+
+        Raises:
+            EngineError: the model never called its output layer.
+        """
+        if self._given is None:
+            raise EngineError("the model never called its output head", "report the architecture")
+        given = self._given.reshape(-1, self._given.shape[-1])
+        return _largest(theirs_TV, shaped(self._head, given), self._head)
+
+    def is_separable(self, deviation: float) -> bool:
+        """Whether the model's logits are those of its head; NaN is not."""
+        return self.is_linear and deviation <= SEPARABLE
+
+
+# ---- the head of an engine with kernels of its own -------------------------------------------------------------------
+
+
+def trial_states(head: Head, states_TH: torch.Tensor) -> torch.Tensor:
+    """A few states, and the same again so large that their logits reach `LARGEST`: small ones hide a soft-cap."""
+    top = float(linear_logits(head, states_TH).abs().max()) * abs(head.scale)
+    return torch.cat([states_TH, states_TH * max(1.0, LARGEST / max(top, 1e-6))])
+
+
+def require_own_head(
+    located: ModelFolder, engine: str, theirs_TV: torch.Tensor, head: Head, states_TH: torch.Tensor, instead: str
+) -> float:
+    """Refuse an engine whose logits are not those of the checkpoint's head; returns the largest deviation.
+
+    Each logit may be off by the rounding of ``theirs_TV``'s own dtype; a scale shows in the slope of all of them.
 
     Args:
         engine: its name in the message.
-        deviation: from `deviation`.
-        compute: the dtype its logits are made in.
         instead: how the model can be measured meanwhile.
     """
-    if not is_separable(deviation, compute):
+    ours = head_logits(head, states_TH)[:, : head.vocab_size]
+    theirs = theirs_TV.float()[:, : head.vocab_size]
+    off = (theirs - ours).abs()
+    rounding = max(4 * torch.finfo(theirs_TV.dtype).eps, 1e-4)
+    slope = float((theirs * ours).sum() / ours.square().sum().clamp_min(1e-30))
+    fits = bool((off <= rounding * ours.abs().amax(-1, keepdim=True) + 1e-5).all())
+    if not (fits and abs(slope - 1) <= SLOPE):
         raise EngineError(
-            f"{located.name}: {engine}'s logits differ by {deviation:.3g} from those of the checkpoint's head on the "
-            "same states",
+            f"{located.name}: {engine}'s logits differ by {float(off.max()):.3g} from those of the checkpoint's head "
+            f"on the same states (slope {slope:.4f})",
             f"report the architecture; {instead}",
         )
+    return float(off.max())

@@ -16,7 +16,7 @@ import torch
 
 from harness import __version__
 from harness.engines.base import device_name, model_of, refuse_long_rows, stored_dtype
-from harness.engines.head import PROBE, deviation, head_of, is_separable
+from harness.engines.head import PROBE, HeadProbe, head_of
 from harness.engines.models import ModelFolder
 from harness.engines.stream_weights import Weights, skeleton
 from harness.errors import CheckpointError, EngineError
@@ -144,8 +144,9 @@ class TransformersEngine:
         altered = alter(self._model) if alter else {}
         self._limit = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         own = head_of(self._model, vocab_size)
-        self.head_deviation = self._probe(own)
-        self._head = own if is_separable(self.head_deviation, self._dtype) else None
+        self._probe = HeadProbe(self._model.get_output_embeddings(), own)
+        self.head_deviation = self._try(own)
+        self._head = own if self._probe.is_separable(self.head_deviation) else None
         self.identity = identity_of(
             located,
             self._model,
@@ -176,8 +177,8 @@ class TransformersEngine:
     def _one(self, ids: torch.Tensor, want: Want) -> Outputs:
         if want == "hidden" and self._head is not None:
             return Hidden(states_TH=self._head_input(ids))
-        with torch.inference_mode():
-            return Logits(logits_TV=self._model(input_ids=ids, use_cache=False).logits[0])
+        with torch.inference_mode(), self._probe.exact():
+            return Logits(logits_TV=self._model(input_ids=ids, use_cache=False).logits[0].float())
 
     def _head_input(self, ids: torch.Tensor) -> torch.Tensor:
         def cut(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -193,12 +194,11 @@ class TransformersEngine:
             handle.remove()
         raise EngineError(f"{self._located.name} never called its output head", "report the architecture")
 
-    def _probe(self, head: Head) -> float:
-        """How far the model's logits are from those of its head, on a few tokens."""
+    def _try(self, head: Head) -> float:
+        """How far the model's logits are from those of its head, in float32, on a few tokens and made-up logits."""
         ids = torch.arange(PROBE, device=self._device)[None] % head.vocab_size
-        with torch.inference_mode():
-            theirs = self._model(input_ids=ids, use_cache=False).logits[0]
-            return deviation(theirs, head, self._head_input(ids))
+        with torch.inference_mode(), self._probe.trying():
+            return self._probe.deviation(self._model(input_ids=ids, use_cache=False).logits[0])
 
 
 def identity_of(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from harness.engines.base import give_back, refuse_long_rows
-from harness.engines.head import PROBE, deviation, head_of, is_separable
+from harness.engines.head import PROBE, HeadProbe, head_of
 from harness.engines.hf import ComputeDType, default_device, dtype_of, identity_of
 from harness.engines.models import ModelFolder
 from harness.engines.stream_rows import Gates, HeldRow
@@ -67,7 +67,7 @@ class StreamingEngine:
         self.activation_bytes = 0
         self._limit = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         own = self._own_head(vocab_size)
-        self._head = own if is_separable(self.head_deviation, self._dtype) else None
+        self._head = own if self._probe.is_separable(self.head_deviation) else None
         self.identity = identity_of(
             located, self._model, own, self._dtype, self._device, digests=(weights_sha256, tokenizer_sha256)
         )
@@ -108,10 +108,10 @@ class StreamingEngine:
             if want == "hidden" and self._head is not None:
                 assert waiting.held is not None
                 return Hidden(states_TH=waiting.held[0])
-            with torch.inference_mode():
+            with torch.inference_mode(), self._probe.exact():
                 waiting.advance()
             assert waiting.logits is not None
-            return Logits(logits_TV=waiting.logits)
+            return Logits(logits_TV=waiting.logits.float())
         finally:
             waiting.drop()
 
@@ -205,11 +205,11 @@ class StreamingEngine:
             self._empty(self._stages[0])
             self._install(self._head_units)
             head = head_of(self._model, vocab_size)
-            assert row.held is not None
-            states = row.held[0]
-            row.advance()
+            self._probe = HeadProbe(output, head)
+            with self._probe.trying():
+                row.advance()
             assert row.logits is not None
-            self.head_deviation = deviation(row.logits, head, states)
+            self.head_deviation = self._probe.deviation(row.logits)
         self._empty(self._head_units)
         return head
 

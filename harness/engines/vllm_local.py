@@ -28,7 +28,7 @@ from harness.engines.base import (
     stored_dtype,
     version_of,
 )
-from harness.engines.head import PROBE, deviation, head_logits, head_of_folder, require_own_head
+from harness.engines.head import PROBE, head_logits, head_of_folder, require_own_head, trial_states
 from harness.engines.hf import ComputeDType
 from harness.engines.models import ModelFolder
 from harness.engines.vllm_settings import served_settings, variables
@@ -143,17 +143,17 @@ class VllmLocalEngine:
 
     def _check_head(self, states_TH: torch.Tensor) -> None:
         """Hold vLLM's own logits of a few tokens against those of the checkpoint's head, and refuse others."""
-        few = states_TH[:PROBE]
+        few = trial_states(self._head, states_TH[:PROBE])
 
         def logits(model: Any) -> torch.Tensor:
             with torch.inference_mode():
                 found: torch.Tensor = model.compute_logits(few.to(next(model.parameters()).device))
-                return found.float().cpu()
+                return found.cpu()
 
         (theirs,) = self._llm.apply_model(logits)
-        self.head_deviation = deviation(theirs, self._head, few)
-        compute = self.identity.compute_dtype
-        require_own_head(self._located, "vLLM", self.head_deviation, compute, INSTEAD)
+        # vLLM may widen its logits after the product: they are rounded as its states are.
+        rounded = theirs.to(states_TH.dtype) if theirs.dtype == torch.float32 else theirs
+        self.head_deviation = require_own_head(self._located, "vLLM", rounded, self._head, few, INSTEAD)
 
 
 class _Forward:

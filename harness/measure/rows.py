@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.capture import Capture, CapturedRow
+from harness.capture.encode import minus_row_max
 from harness.errors import IncomparableError, StorageError
 from harness.scoring import TeacherStats, score_outputs, teacher_stats
 from harness.store import require_space, write_table
@@ -43,6 +44,8 @@ def score_row(capture: Capture, stored: CapturedRow, outputs: Outputs, head: Hea
             "capture the teacher again over this panel",
         )
     vocab = head.vocab_size if head else (capture.head.vocab_size if capture.head else None)
+    if isinstance(stored.outputs, Logits) and isinstance(outputs, Logits):
+        outputs = Logits(logits_TV=minus_row_max(outputs.logits_TV))
     return score_outputs(
         stored.outputs,
         first_positions(outputs, len(targets)),

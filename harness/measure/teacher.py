@@ -186,7 +186,9 @@ def _store(
 ) -> None:
     """Store each row as it comes. The caller holds the folder's lock."""
     form: Form = "logits" if engine.head is None else "hidden"
-    dtype = engine.identity.compute_dtype if spec.capture_dtype == "as_computed" else spec.capture_dtype
+    # Logits are float32 whatever the states are: the head is multiplied in float32.
+    computed = engine.identity.compute_dtype if form == "hidden" else "float32"
+    dtype = computed if spec.capture_dtype == "as_computed" else spec.capture_dtype
     with (
         CaptureWriter(folder, engine.identity, panel, engine.head, form, dtype, lock=False) as writer,
         phase(f"teacher {spec.name}", total=len(rows), unit="tokens") as advance,

@@ -20,6 +20,8 @@ import numpy as np
 ) = range(23)  # fmt: skip
 SLOTS = 23
 REACH = 30.0
+#: Largest magnitude of a row's maximum: shifts up to here are held to 1e-7, and steps of float32 logits there are 8.
+LARGEST = 1e8
 
 
 def fresh(rows: int) -> np.ndarray:
@@ -108,7 +110,8 @@ class Sides:
 def finish(state: np.ndarray, vocab_size: int) -> Sides:
     """Turn states ``[T, SLOTS]`` that have seen the whole vocabulary into results.
 
-    A side with a NaN or +inf, or with nothing but -inf, has NaN results, top-1 id -1 and a count of at least one.
+    A side with a NaN or +inf, with nothing but -inf, or with a maximum past ``LARGEST``, has NaN results, top-1 id -1
+    and a count of at least one.
     """
     with np.errstate(all="ignore"):
         valid = [_valid(state, top, bad) for top, bad in ((TOP_T, BAD_T), (TOP_C, BAD_C))]
@@ -150,7 +153,7 @@ def _divergences(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _valid(state: np.ndarray, top: int, bad: int) -> np.ndarray:
-    return (state[:, bad] == 0) & (state[:, top] > -np.inf)
+    return (state[:, bad] == 0) & (np.abs(state[:, top]) <= LARGEST)
 
 
 def _top1(ids: np.ndarray, valid: np.ndarray) -> np.ndarray:

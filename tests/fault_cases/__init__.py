@@ -17,5 +17,6 @@ CLASSES = (
     "statements",
     "command",
     "placement",
+    "heads",
 )
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

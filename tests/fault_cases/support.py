@@ -11,7 +11,7 @@ import torch
 
 from harness.capture import open_capture
 from harness.compare import compare
-from harness.engines.head import deviation, head_logits, is_separable, require_own_head
+from harness.engines.head import head_logits, require_own_head
 from harness.engines.models import ModelFolder
 from harness.errors import CaptureError, EngineError, IncomparableError, ScoreError
 from harness.interop.g4 import import_g4
@@ -88,12 +88,10 @@ def cut_point(folder: Path) -> None:
     matrix = torch.randn(128, 64, generator=generator) / 8
     head = made.head(matrix)
     logits = head_logits(head, normed)
-    right, wrong = (deviation(logits, head, states) for states in (normed, raw))
-    assert is_separable(right, "float32") and not is_separable(wrong, "bfloat16")
     located = ModelFolder(path=folder, name="m", revision="local")
-    require_own_head(located, "an engine", right, "float32", "")
+    assert require_own_head(located, "an engine", logits, head, normed, "") < 1e-5
     with pytest.raises(EngineError, match="logits differ by .* from those of the checkpoint's head on the same states"):
-        require_own_head(located, "an engine", wrong, "bfloat16", "")
+        require_own_head(located, "an engine", logits.bfloat16(), head, raw, "")
     row = made.row([0] * 17)
     made.capture(folder / "c", [row], [normed], head)
     manifest = json.loads((folder / "c" / "manifest.json").read_text())

@@ -70,6 +70,11 @@ class CaptureKey(Strict):
                 values[f"identity.{name}"] = value
         return values
 
+    def content(self) -> dict[str, Any]:
+        """The key without the names that its teacher goes by."""
+        named = self.model_dump()
+        return named | {"identity": {k: v for k, v in named["identity"].items() if k not in LABELS}}
+
 
 def differences(stored: CaptureKey, wanted: CaptureKey) -> list[str]:
     """``name: stored value, not wanted value`` for each field that differs."""
@@ -109,9 +114,7 @@ class Manifest(Strict):
 def capture_digest(key: CaptureKey, rows: list[RowEntry]) -> str:
     """Digest of a capture's content, the same wherever it lies."""
     content = [[entry.row, entry.ids_sha256, entry.states_sha256] for entry in rows]
-    named = key.model_dump()
-    named["identity"] = {k: v for k, v in named["identity"].items() if k not in LABELS}
-    return json_digest({"key": named, "rows": content})
+    return json_digest({"key": key.content(), "rows": content})
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:

@@ -142,11 +142,12 @@ class CaptureWriter:
         for path in sorted(self.folder.glob("row-*.parquet")):
             note = read_metadata(path)
             stored = stored_key(note, path.name)
-            if stored != self.key:
+            if stored.content() != self.key.content():
                 raise CaptureError(
                     f"{self.folder.name} holds another capture: {'; '.join(differences(stored, self.key))}",
                     "give this capture a folder of its own, or delete that one",
                 )
+            self.key = stored  # one capture goes by one name
             row = planned.get(note["row"])
             if row is None or note["ids_sha256"] != ids_digest(row.ids_T) or path.name != row_name(row.index):
                 raise corrupt(path.name, "its token ids are not those of this row of the panel")

@@ -132,8 +132,10 @@ def parse_layer_bits(text: str) -> dict[int, float]:
 def _open(source: str, revision: str | None) -> Checkpoint:
     folder = Path(source).expanduser()
     if folder.is_dir():
+        from harness.engines.models import refuse_revision
         from harness.exl3.checkpoint import open_checkpoint
 
+        refuse_revision(source, revision)
         return open_checkpoint(folder)
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise UsageError(f"{source} is neither a checkpoint folder nor a Hub id", "give a folder or org/name")

@@ -26,7 +26,7 @@ from harness.compare.task_pairing import (
     paired_items,
 )
 from harness.compare.task_pairing import require_comparable as require_same_tasks
-from harness.measure.receipt import load_measurement
+from harness.measure.receipt import SideIdentity, load_measurement, same_model
 from harness.registration import Registration, check_bars, task_deviations
 from harness.stats import (
     Estimate,
@@ -42,7 +42,6 @@ from harness.stats import (
     wilson,
 )
 from harness.tasks.receipt import TASKS_FILE, TaskResult, selection
-from harness.types import UNKNOWN
 
 #: Largest difference of accuracy that does not matter, where the suite fixes none.
 MARGIN = 0.01
@@ -265,10 +264,10 @@ def tasks_of_comparison(comparison: Comparison, runs: Sequence[Path]) -> list[Ta
     made = []
     for suite in dict.fromkeys((run.receipt.suite.name, run.receipt.suite.sha256) for run in around):
         of_suite = [run for run in around if (run.receipt.suite.name, run.receipt.suite.sha256) == suite]
-        arms = [_best(of_suite, arm.candidate.weights_sha256) for arm in comparison.arms]
+        arms = [_best(of_suite, arm.candidate) for arm in comparison.arms]
         present = [arm for arm in arms if arm is not None]
         if len(present) == len(arms):
-            teacher = _best(of_suite, comparison.teacher.weights_sha256)
+            teacher = _best(of_suite, comparison.teacher)
             found = compare_task_runs([run.folder for run in present], teacher=teacher.folder if teacher else None)
             found = renamed(found, [arm.name for arm in comparison.arms])
             made.append(registered(found, registration, present[-1].receipt.limit))
@@ -282,9 +281,9 @@ def _around(runs: Sequence[Path]) -> list[TaskFolder]:
     return load_tasks(sorted(places))
 
 
-def _best(runs: Sequence[TaskFolder], weights: str) -> TaskFolder | None:
-    """The run of these weights: a complete one before a partial one, then the one with more items."""
-    mine = [run for run in runs if run.receipt.model.weights_sha256 == weights != UNKNOWN]
+def _best(runs: Sequence[TaskFolder], model: SideIdentity) -> TaskFolder | None:
+    """The run of this model: a complete one before a partial one, then the one with more items."""
+    mine = [run for run in runs if same_model(run.receipt.model, model)]
     return max(mine, key=lambda run: (run.receipt.status == "complete", run.receipt.items), default=None)
 
 

@@ -54,6 +54,12 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
+def device_kind(device: str | None) -> str:
+    """What a key says of the device that is asked for: the product, as `device_name` does; None is the default one."""
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device_name(chosen) if torch.cuda.is_available() else chosen
+
+
 def refuse_long_rows(located: ModelFolder, rows: Sequence[Row], limit: int) -> None:
     """Refuse rows of more than ``limit`` tokens; 0 is no limit.
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from harness.digest import file_digest, json_digest
-from harness.engines.models import ModelFolder, package_gguf
+from harness.engines.models import ModelFolder, package_gguf, refuse_revision
 from harness.errors import UsageError
 from harness.panel import tokenizer_digest
 from harness.panel.gguf_metadata import gguf_scalars
@@ -34,13 +34,14 @@ def locate_gguf(source: str, revision: str | None) -> ModelFolder:
         package = source.removeprefix(PACKAGE)
         file = package_gguf(package, revision)
         return ModelFolder(path=file, name=file.stem, revision=f"{package}=={importlib.metadata.version(package)}")
+    refuse_revision(source, revision)
     path = Path(source).expanduser()
     file = _only_model(path) if path.is_dir() else path
     if not file.is_file() or file.suffix != ".gguf":
         raise UsageError(f"there is no GGUF file {path.name}", "name a .gguf file; fetch one with `hf download`")
     first = gguf_parts(file)[0]
     part = _PART.fullmatch(first.stem)
-    return ModelFolder(path=first, name=part["stem"] if part else first.stem, revision=revision or "local")
+    return ModelFolder(path=first, name=part["stem"] if part else first.stem, revision="local")
 
 
 def gguf_parts(file: Path) -> list[Path]:

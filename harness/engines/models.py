@@ -6,6 +6,7 @@ Whatever it was, it ends as a plain Hugging Face folder that transformers can lo
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 import torch
 
 from harness.errors import CheckpointError, EngineError, UsageError
+from harness.exl3.files import check_config
 from harness.panel import gguf_in_package
 from harness.progress import quiet_transformers
 
@@ -47,14 +49,57 @@ def locate(source: str, revision: str | None, *, cache: Path, weights_dtype: DTy
         return _from_package(source.removeprefix("package:"), revision, cache, weights_dtype)
     folder = Path(source).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder.name} is not a checkpoint: it has no config.json", "name the folder itself")
-        if revision is not None:
-            raise UsageError(f"--revision {revision}: {folder.name} is a folder, which has none", "leave it out")
+        refuse_revision(source, revision)
+        _require_weights(folder, folder.resolve().name, lambda: branches_of_clone(folder), "git checkout {branch}")
         return ModelFolder(path=folder, name=folder.resolve().name, revision="local")
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise UsageError(f"{source} is neither a checkpoint folder nor a Hub id", "give a folder or org/name")
     return _from_hub(source, revision)
+
+
+def refuse_revision(source: str, revision: str | None) -> None:
+    """Refuse a revision of something local: nothing would look at it, and a receipt would repeat it.
+
+    Raises:
+        UsageError: one is given.
+    """
+    if revision is not None:
+        raise UsageError(
+            f"--revision {revision}: {Path(source).name} is on this disk and has none", "leave it out, or give a Hub id"
+        )
+
+
+def _require_weights(folder: Path, name: str, branches: Callable[[], list[str]], repair: str) -> None:
+    """Refuse a config that makes no model, and a folder without weights whose branches have them."""
+    if not any(folder.glob("*.safetensors")) and (there := branches()):
+        raise CheckpointError(
+            f"{name} holds no weights in this branch; others are {', '.join(there)}", repair.format(branch=there[0])
+        )
+    check_config(folder)
+
+
+def branches_of_clone(folder: Path) -> list[str]:
+    """Names of the other branches of a git clone; none where the folder is no clone."""
+    heads = [folder / ".git/refs/heads", folder / ".git/refs/remotes/origin"]
+    names = {path.relative_to(home).as_posix() for home in heads for path in home.rglob("*") if path.is_file()}
+    packed = folder / ".git/packed-refs"
+    lines = packed.read_text(encoding="utf-8").splitlines() if packed.is_file() else []
+    names |= {line.split("/", 3)[3] for line in lines if " refs/remotes/origin/" in line}
+    return sorted(names - {"HEAD", "main", "master"})
+
+
+def branches_of_repository(source: str, snapshot: Path) -> list[str]:
+    """Names of the other branches of a Hub repository; offline, of those that are in the cache."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    refs = snapshot.parent.parent / "refs"
+    names = {path.relative_to(refs).as_posix() for path in refs.rglob("*") if path.is_file()}
+    try:
+        names |= {branch.name for branch in HfApi().list_repo_refs(source).branches}
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
+        pass  # what the cache knows is all there is
+    return sorted(names - {"main"})
 
 
 def _from_hub(source: str, revision: str | None) -> ModelFolder:
@@ -73,6 +118,7 @@ def _from_hub(source: str, revision: str | None) -> ModelFolder:
         raise EngineError(
             f"{source} cannot be fetched from the Hub: {first}", "check the name and --revision"
         ) from error
+    _require_weights(Path(path), source, lambda: branches_of_repository(source, Path(path)), "give --revision {branch}")
     # A snapshot folder is named by its commit.
     return ModelFolder(path=Path(path), name=source, revision=Path(path).name)
 

@@ -88,10 +88,11 @@ def open_engine(
         raise UsageError(f"--engine {engine} loads a model its own way", "leave out the other options")
     if row_tokens is None:
         raise ValueError(f"{engine} is opened for rows of a length, and none is given")
-    if located.path.is_dir() and (extra := model_files(located.path).left_out):
+    files = model_files(located.path) if located.path.is_dir() else None
+    if files and (extra := (*files.left_out, *files.superseded)):
         raise CheckpointError(
-            f"{located.name} holds {extra[0]} beside the model, and {engine} chooses files by a rule of its own",
-            "move that file out of the folder: the index does not name it",
+            f"{located.name}: not all of {extra[0]} is the model, and {engine} chooses files by a rule of its own",
+            "move that file out of the folder, or what the index does not take from it out of the file",
         )
     return _with_own_kernels(engine, located, row_tokens, vocab_size, device, compute, options, digests)
 

@@ -36,12 +36,16 @@ _SHOWN_FROM = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """The shards of a checkpoint in order, its tensors by name, the weight files left out, and what is odd."""
+    """The shards of a checkpoint in order, its tensors by name, the weight files left out, and what is odd.
+
+    ``superseded`` counts, by shard, tensors of which the index names another shard.
+    """
 
     folder: Path
     shards: tuple[Path, ...]
     tensors: Mapping[str, TensorHeader]
     left_out: tuple[str, ...]
+    superseded: Mapping[str, int]
     notes: tuple[str, ...]
 
 
@@ -58,21 +62,33 @@ def model_files(folder: Path) -> ModelFiles:
     chosen, stale = _chosen(folder, sorted(present), mapping)
     shards = tuple(present[name] for name in chosen)
     tensors: dict[str, TensorHeader] = {}
+    superseded: dict[str, int] = {}
     for path in shards:
         found = read_header(path)
-        _same_copies(folder, [name for name in found if name in tensors], tensors, found)
-        tensors |= {name: header for name, header in found.items() if name not in tensors}
+        decided = {name: mapping[name] for name in found if name in tensors and mapping and name in mapping}
+        again = [
+            name for name in found if name in tensors and decided.get(name) not in (path.name, tensors[name].shard)
+        ]
+        _same_copies(folder, again, tensors, found)
+        for name, shard in decided.items():
+            loser = tensors[name].shard if shard == path.name else path.name
+            superseded[loser] = superseded.get(loser, 0) + 1
+        tensors |= {name: h for name, h in found.items() if name not in tensors or decided.get(name) == path.name}
     beside = {name: read_header(path) for name, path in present.items() if name not in chosen}
     for name, found in beside.items():
         if _adds_to(tensors, found):
             shards, tensors = (*shards, present[name]), tensors | found
     left_out = tuple(name for name in sorted(beside) if present[name] not in shards)
     notes = [f"{name} is no part of the model and was left out" for name in left_out]
+    notes += [
+        f"{name} holds {count} tensors that the index takes from another file" for name, count in superseded.items()
+    ]
     return ModelFiles(
         folder=folder,
         shards=shards,
         tensors=tensors,
         left_out=left_out,
+        superseded=superseded,
         notes=(*stale, *notes, *check_complete(folder, chosen, tensors, mapping)),
     )
 
@@ -205,7 +221,11 @@ def loading_view(files: ModelFiles) -> Iterator[Path]:
     """A folder that holds the model and nothing else, for loaders that choose files by a rule of their own.
 
     Links to the shards and the other files, and an index that names exactly the resolved tensors.
+
+    Raises:
+        CheckpointError: a shard holds old copies, which such a loader would read.
     """
+    require_single_copies(files)
     with tempfile.TemporaryDirectory(prefix="fidelity-") as made:
         view = Path(made) / files.folder.resolve().name
         view.mkdir()
@@ -220,8 +240,26 @@ def loading_view(files: ModelFiles) -> Iterator[Path]:
         yield view
 
 
+def require_single_copies(files: ModelFiles) -> None:
+    """Refuse shards with old copies of tensors where a loader reads whole shards, and keeps the last copy.
+
+    Raises:
+        CheckpointError: with the shard, and the way that can read it.
+    """
+    for shard, count in files.superseded.items():
+        raise CheckpointError(
+            f"{files.folder.name}: {shard} holds {count} tensors that the index takes from another file, and "
+            "transformers cannot skip them",
+            "run it with --memory-budget auto, which can, or take them out of that shard",
+        )
+
+
 # ---- config.json: what of it the forward pass reads ------------------------------------------------------------------
 
+#: Names of a text model's embedding, and parts of names of others.
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_NOT_TEXT = ("vision", "visual", "audio", "mtp")
+_FETCH = "fetch it again, or use the config.json that belongs to these shards"
 #: Keys of config.json that no forward pass over given ids reads: names, versions, generation, storage.
 NOT_READ = frozenset(
     {
@@ -251,6 +289,60 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     require_inside(folder, file)
     return _forward_part(read_json(file))
+
+
+def check_config(folder: Path) -> dict[str, Any]:
+    """config.json as it is, refused where no model can be made of it.
+
+    Raises:
+        CheckpointError: absent, empty, a block that is none, or a vocabulary that is not that of the embeddings.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder.name} is not a checkpoint: it has no config.json", "name the folder itself")
+    require_inside(folder, file)
+    config = read_json(file)
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+        raise CheckpointError(f"{folder.name}/config.json names no model_type", _FETCH)
+    if not isinstance(config.get("text_config", {}), dict):
+        raise CheckpointError(f"{folder.name}/config.json: text_config is no object", _FETCH)
+    size = vocabulary_of(config)
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise CheckpointError(f"{folder.name}/config.json: vocab_size {size!r} is no number of tokens", _FETCH)
+    if size is not None and any(folder.glob("*.safetensors")):
+        _check_vocabulary(folder, size)
+    return config
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> Any:
+    """``vocab_size`` of the text model; None where the config leaves it to its class."""
+    text = config.get("text_config") or {}
+    return text.get("vocab_size", config.get("vocab_size"))
+
+
+def _check_vocabulary(folder: Path, size: int) -> None:
+    for name, header in model_files(folder).tensors.items():
+        text = name.endswith(_EMBEDDINGS) and not any(part in name for part in _NOT_TEXT)
+        if text and len(header.shape) == 2 and header.shape[0] != size:
+            raise CheckpointError(
+                f"{folder.name}/config.json says vocab_size {size:,}, {name} has {header.shape[0]:,} rows",
+                "use the config.json that belongs to these shards",
+            )
+
+
+def require_known_model(folder: Path) -> None:
+    """Refuse a config of which transformers makes no model, before anything is run.
+
+    Raises:
+        CheckpointError: with the first line of what it says.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # its own checks raise classes of every kind
+        said = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{folder.name}/config.json makes no model: {said}", _FETCH) from error
 
 
 def _forward_part(block: Mapping[str, Any]) -> dict[str, Any]:

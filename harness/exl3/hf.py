@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
+from harness.exl3.files import model_files, require_single_copies
 from harness.exl3.hf_layout import Accounting
 from harness.exl3.hf_packed import check_packed, make_dense, packed_owners
 from harness.exl3.hf_plan import Fitted, fit
@@ -69,6 +70,7 @@ class Exl3Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         files = kwargs["checkpoint_files"]
         checkpoint = open_checkpoint(Path(files[0]).parent)
+        require_single_copies(model_files(Path(files[0]).parent))
         if not checkpoint.modules and not checkpoint.tables:
             raise _not_exl3(Path(files[0]).parent.name)
         # The list is the loader's own: from here on it reads every shard of the folder, later ones override.

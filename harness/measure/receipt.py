@@ -59,6 +59,12 @@ class SideIdentity(Strict):
     bits_per_weight: float | None = None
 
 
+def same_model(a: SideIdentity, b: SideIdentity) -> bool:
+    """Whether two sides hold the same weights and run them by the same config; what they are called does not matter."""
+    configs = {a.config_sha256, b.config_sha256} - {UNKNOWN}
+    return a.weights_sha256 == b.weights_sha256 not in ("", UNKNOWN) and len(configs) < 2
+
+
 class Interval(Strict):
     """``unit`` is what was resampled; ``n`` how many of them. Without ends, ``note`` says why."""
 

@@ -185,19 +185,30 @@ def _same_model(counts: dict[str, int], positions: int, role: Role) -> list[str]
 
 
 def _left_out(teacher: TeacherModel | Capture, candidate: ModelFolder | None) -> list[str]:
-    """Weight files that lie beside a model and are no part of it, by name."""
+    """Weight files that lie beside a model and are no part of it, and shards of which the index leaves tensors out."""
     sides = [candidate, teacher.located if isinstance(teacher, TeacherModel) else None]
     folders = dict.fromkeys(side.path for side in sides if side and side.path.is_dir())
+    found = {path: model_files(path) for path in folders}
     return [
-        f"{path.name} holds {name} beside the model: left out"
-        for path in folders
-        for name in model_files(path).left_out
+        f"{path.name} holds {name} beside the model: left out" for path in found for name in found[path].left_out
+    ] + [
+        f"{path.name}/{name} holds {count} tensors that the index takes from another file"
+        for path in found
+        for name, count in found[path].superseded.items()
     ]
+
+
+def _short(value: Any) -> str:
+    """``1e6`` for 1000000.0, ``absent`` for None; other values as they are."""
+    if value is None or not isinstance(value, int | float) or isinstance(value, bool):
+        return "absent" if value is None else str(value)
+    power = f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    return power if float(power) == value and not 1e-3 <= abs(value) < 1e4 else f"{value:g}"
 
 
 def _differs_note(differs: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """One line where the candidate's config departs from the teacher's in what a quant has no reason to change."""
-    changes = [f"{name} {teacher} -> {candidate}" for name, (teacher, candidate) in differs.items()]
+    changes = [f"{name} {_short(teacher)} -> {_short(candidate)}" for name, (teacher, candidate) in differs.items()]
     return [f"differs from the teacher in: {', '.join(changes)}"] if changes else []
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from harness.capture import Capture, CapturedRow
 from harness.capture.encode import minus_row_max
-from harness.errors import IncomparableError, StorageError
+from harness.errors import IncomparableError, Refused, StorageError
 from harness.scoring import TeacherStats, score_outputs, teacher_stats
 from harness.store import require_space, write_table
 from harness.types import SCORE_DTYPES, Head, Hidden, Logits, Outputs, Panel, Row, Scores
@@ -102,7 +102,11 @@ def write_row(folder: Path, key: str, row: Row, scores: Scores, extras: Mapping[
 
 
 def finished_rows(folder: Path, key: str) -> set[int]:
-    """Rows of this measurement that are there and whole; a file that cannot be read counts as missing."""
+    """Rows of this measurement that are there and whole; a file that cannot be read counts as missing.
+
+    Raises:
+        Refused: rows of another measurement are there: another model, config, panel, option or version of the harness.
+    """
     done = set()
     for path in sorted(folder.glob("row-*.parquet")):
         try:
@@ -113,7 +117,10 @@ def finished_rows(folder: Path, key: str) -> set[int]:
         if metadata.get(_KEY) == key.encode():
             done.add(int(path.stem.removeprefix("row-")))
         else:
-            path.unlink()
+            raise Refused(
+                f"{folder.parent.name} holds rows of another measurement that was begun there",
+                f"give another --out, or remove {folder.parent.name}",
+            )
     return done
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from harness.capture import Capture
 from harness.digest import json_digest
+from harness.engines.base import device_kind
 from harness.engines.gguf_files import digests_of_gguf, locate_gguf
 from harness.engines.hf import Alter, ComputeDType
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import EngineName, MemoryBudget, before_opening, digests_of, open_engine
 from harness.errors import EngineError
-from harness.exl3.files import config_digest
+from harness.exl3.files import config_digest, require_known_model
 from harness.measure.folder import Kind, begin, finished, folder_name, write_run
 from harness.measure.preflight import check_echo, check_end, check_probes, check_support, probes_of
 from harness.measure.receipt import Measurement, Role, load_measurement
@@ -55,6 +56,8 @@ class Request:
     packed: bool = False
     memory_budget: MemoryBudget = None
     engine: EngineName = "reference"
+    #: Further arguments of the engine, as `open_engine` takes them: every one is part of the key.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +125,21 @@ def measure_against(request: Request, candidate: Candidate, yardstick: Yardstick
     return Result(folder=folder, measurement=measurement, reused=False)
 
 
-def find_candidate(source: str, revision: str | None, engine: EngineName = "reference") -> Candidate:
-    """Locate a checkpoint folder or Hub id, for llama.cpp a GGUF model, and digest its weights and tokenizer."""
+def find_candidate(
+    source: str, revision: str | None, engine: EngineName = "reference", *, runs_here: bool = True
+) -> Candidate:
+    """Locate a checkpoint folder or Hub id, for llama.cpp a GGUF model, and digest its weights and tokenizer.
+
+    Args:
+        runs_here: false where a server runs it, which may know architectures that the reference does not.
+    """
     if engine == "llamacpp":
         located = locate_gguf(source, revision)
         weights_sha256, tokenizer_sha256 = digests_of_gguf(located)
     else:
         located = locate(source, revision, cache=MODELS)
+        if engine == "reference" and runs_here:
+            require_known_model(located.path)
         weights_sha256, tokenizer_sha256 = digests_of(located)
     return Candidate(located=located, weights_sha256=weights_sha256, tokenizer_sha256=tokenizer_sha256)
 
@@ -144,7 +155,8 @@ def measurement_key(request: Request, candidate: Candidate, yardstick: Yardstick
         "packed": request.packed,
         "engine": request.engine,
         "engine_version": before_opening(request.engine),
-        "device": request.device,
+        "device": device_kind(request.device),
+        "options": dict(request.options),
     }
     return json_digest(yardstick.key() | own)
 
@@ -161,6 +173,7 @@ def _open(request: Request, candidate: Candidate, capture: Capture, *, longest: 
         vocab_size=capture.head.vocab_size if capture.head else None,
         alter=candidate.alter,
         row_tokens=longest,
+        options=request.options,
         weights_sha256=candidate.weights_sha256,
         tokenizer_sha256=candidate.tokenizer_sha256,
     )

@@ -19,8 +19,8 @@ from harness.engines.hf import ComputeDType
 from harness.engines.models import DType, ModelFolder, locate
 from harness.engines.open import NO_TOKENIZER, MemoryBudget, digests_of, open_engine
 from harness.environment import environment, source_digest
-from harness.errors import CaptureError, UsageError
-from harness.exl3.files import config_differences, config_digest, read_json
+from harness.errors import CaptureError, EngineError, UsageError
+from harness.exl3.files import config_differences, config_digest, read_json, require_known_model, vocabulary_of
 from harness.measure.preflight import check_echo
 from harness.measure.rows import one_sided, targets_of
 from harness.panel import ensure_built
@@ -128,6 +128,7 @@ class TeacherModel:
 def find_teacher(spec: TeacherSpec, panel: Panel) -> TeacherModel:
     """Locate the teacher's files and refuse one whose tokenizer is not the panel's."""
     located = locate(spec.model, spec.revision, cache=MODELS, weights_dtype=spec.weights_dtype)
+    require_known_model(located.path)
     weights_sha256, tokenizer_sha256 = digests_of(located)
     if tokenizer_sha256 not in (panel.tokenizer_sha256, NO_TOKENIZER):
         raise CaptureError(
@@ -321,4 +322,24 @@ def find_yardstick(
     named = load_teacher(teacher, candidate)
     panel = panel_for(folder, tokenizer_sha256)
     found = open_capture(named) if isinstance(named, Path) else find_teacher(named, panel)
-    return Yardstick(folder=folder, panel=panel, rows=first_rows(panel, rows), teacher=found)
+    chosen = first_rows(panel, rows)
+    for model in (candidate, found.located if isinstance(found, TeacherModel) else None):
+        require_known_ids(model, chosen)
+    return Yardstick(folder=folder, panel=panel, rows=chosen, teacher=found)
+
+
+def require_known_ids(model: ModelFolder | None, rows: Sequence[Row]) -> None:
+    """Refuse rows with ids that a model of a folder has no embedding for.
+
+    Raises:
+        EngineError: it names the first such row and its largest id.
+    """
+    if model is None or not model.path.is_dir():
+        return
+    size = vocabulary_of(read_json(model.path / CONFIG))
+    for row in rows:
+        if size is not None and (largest := int(row.ids_T.max())) >= size:
+            raise EngineError(
+                f"row {row.index} holds token {largest}, and {model.name} has a vocabulary of {size:,}",
+                "its config.json or its tokenizer is another model's; seal the panel for a tokenizer that fits",
+            )

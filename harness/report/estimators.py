@@ -158,6 +158,7 @@ def _require_one_question(base: Run, other: Run) -> None:
         ("tokenizer", a.panel.tokenizer_sha256, b.panel.tokenizer_sha256, "measure all on one panel"),
         ("direction", a.direction, b.direction, "measure again with this version"),
         ("teacher (weights)", a.teacher.weights_sha256, b.teacher.weights_sha256, "measure all against one teacher"),
+        ("teacher (config)", a.teacher.config_sha256, b.teacher.config_sha256, "measure all against one teacher"),
         ("teacher (head)", a.teacher.head_sha256, b.teacher.head_sha256, "measure all against one teacher"),
         ("rows", [r.row for r in a.per_row], [r.row for r in b.per_row], "measure the same rows in all"),
         ("teacher capture", a.teacher.capture_sha256, b.teacher.capture_sha256, "measure all against one capture"),

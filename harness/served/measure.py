@@ -104,7 +104,9 @@ def measure_served(request: ServedRequest) -> Result:
     Raises:
         EngineError: the server is not what it must be, or stopped answering; the same call goes on from there.
     """
-    candidate = None if request.candidate is None else find_candidate(request.candidate, request.revision)
+    candidate = (
+        None if request.candidate is None else find_candidate(request.candidate, request.revision, runs_here=False)
+    )
     engine = connect(
         request.server,
         request.url,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.engines.base import device_kind
 from harness.engines.hf import ComputeDType
 from harness.engines.models import ModelFolder, locate
 from harness.engines.open import (
@@ -20,7 +21,7 @@ from harness.engines.open import (
 )
 from harness.environment import environment, source_digest
 from harness.errors import EngineError, UsageError
-from harness.exl3.files import config_digest
+from harness.exl3.files import config_digest, require_known_model
 from harness.measure.receipt import SideIdentity
 from harness.measure.result import census_of
 from harness.measure.run import find_candidate
@@ -94,6 +95,8 @@ def find_subject(request: Request) -> Subject:
             server=None,
         )
     located = _locate(request)
+    if server is None and request.engine == "reference":
+        require_known_model(located.path)
     if tokenizer_of(located) == NO_TOKENIZER:
         raise EngineError(f"{located.name} has no tokenizer", "tasks are text: put tokenizer.json into its folder")
     if server is not None and not any(located.path.glob("*.safetensors")):
@@ -124,7 +127,7 @@ def model_key(request: Request, subject: Subject) -> dict[str, Any]:
         "engine_version": before_opening(request.engine),
         "packed": request.packed,
         "streamed": request.memory_budget is not None,
-        "device": request.device,
+        "device": device_kind(request.device),
         "server": server and [public_name(server), server.software, server.version],
         "address": server.root if server and subject.weights_sha256 == UNKNOWN else None,
         "source": source_digest(),

@@ -4,6 +4,7 @@ import pytest
 
 CLASSES = (
     "identity",
+    "models",
     "support",
     "numeric",
     "state",
@@ -18,5 +19,6 @@ CLASSES = (
     "command",
     "placement",
     "heads",
+    "ways",
 )
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

@@ -34,7 +34,7 @@ def config_of_a_candidate(folder: Path, teacher: Path, exl3: Path, panel: Path) 
         assert turned["key"] != plain["key"] and turned["summary"]["kl_mean"] > plain["summary"]["kl_mean"]
         assert turned["candidate"]["config_sha256"] != plain["candidate"]["config_sha256"]
         assert plain["differs"] == {} and list(turned["differs"].values()) == [[1e4, 1e6]]
-        line = "differs from the teacher in: rope_parameters.rope_theta 10000.0 -&gt; 1000000.0"
+        line = "differs from the teacher in: rope_parameters.rope_theta 1e4 -&gt; 1e6"
         report = (folder / f"run{number}" / "report.md").read_text()
         assert line in report or line.replace("&gt;", ">") in report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,15 +69,26 @@ def measure(
         from harness.measure.example import example_candidate
 
         candidate, teacher = example_candidate(), teacher or "teachers/smollm2-135m.toml"
+    from harness.errors import UsageError
+
     common: dict[str, Any] = {"panel": panel, "revision": revision, "teacher": teacher, "rows": rows, "out": out}
     if engine in SERVERS:
         asked = {"k": k, "tail_samples": tail_samples, "concurrency": concurrency, "served_model": served_model}
         served = served_request(engine, url, candidate=candidate, floor=floor, device=device, **asked, **common)
         result = _through_server(served)
     else:
+        if url is not None:
+            raise UsageError(
+                f"--url {_without_secret(url)} and no server named", "say what runs there: --engine vllm or sglang"
+            )
         how = {"compute": compute_dtype, "device": device, "packed": packed, "engine": engine}
         result = _in_process(candidate, memory_budget, **how, **common)
     show(result, as_json, allow_nonfinite)
+
+
+def _without_secret(url: str) -> str:
+    """An address without its user and password."""
+    return re.sub(r"//[^/@]*@", "//", url)
 
 
 def served_request(engine: str, url: str | None, **settings: Any) -> ServedRequest:

@@ -26,7 +26,8 @@ def read_chats(
     source: ChatSource, number: int, folder: Path, tokenizer: Tokenizer
 ) -> tuple[list[Text], list[LockFile]]:
     """Rendered conversations and the digests of their files."""
-    has_template = isinstance(tokenizer.chat_template, str)
+    has_template = bool(tokenizer.chat_template)
+    require_one_template(tokenizer, source.template_kwargs)
     if not has_template and source.without_template == "refuse":
         raise PanelError(
             "the recipe has conversations, and the tokenizer has no chat template",
@@ -43,6 +44,16 @@ def read_chats(
             text = render(name, conversation, tokenizer, kwargs) if has_template else transcript(conversation)
             texts.append(Text(name=name, text=text))
     return texts, locks
+
+
+def require_one_template(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> None:
+    """Of several named templates the recipe names one, or there is a default."""
+    named = tokenizer.chat_template
+    if isinstance(named, dict) and "chat_template" not in kwargs and "default" not in named:
+        raise PanelError(
+            f"the tokenizer has chat templates {', '.join(sorted(named))} and none is the default",
+            'name one in that source: template_kwargs = { chat_template = "..." }',
+        )
 
 
 def transcript(conversation: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jinja2 import Environment, StrictUndefined, TemplateError
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from harness.errors import PanelError, UsageError
 from harness.panel.packages import read_package
@@ -238,7 +239,9 @@ def records(name: str, text: str, source: FileText) -> str:
     except (yaml.YAMLError, KeyError, TypeError) as error:
         problem = " ".join(str(error).split())
         raise PanelError(f"{name} has no records at {source.records}: {problem}", "correct the recipe") from error
-    template = Environment(undefined=StrictUndefined, keep_trailing_newline=False).from_string(source.template or "")
+    template = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False).from_string(
+        source.template or ""
+    )
     found = value if isinstance(value, list) else [value]
     try:
         return "\n\n".join(template.render(record, record=record).strip() for record in found) + "\n"

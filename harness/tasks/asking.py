@@ -126,7 +126,7 @@ class Answers:
             return
         text = self._file.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
-        for line in whole.splitlines():
+        for line in whole.split("\n")[:-1]:
             entry = json.loads(line)
             self._by_request[entry["request"]] = (float(entry["loglikelihood"]), bool(entry["greedy"]))
         if whole != text:

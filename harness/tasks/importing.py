@@ -133,7 +133,7 @@ def _samples(file: Path, task: str, metric: str) -> list[dict[str, Any]]:
     beside = file.with_name(f"samples_{task}_{stamp.group(1)}.jsonl") if stamp else None
     if beside is None or not beside.is_file():
         return []
-    lines = beside.read_text(encoding="utf-8").splitlines()
+    lines = beside.read_text(encoding="utf-8").split("\n")
     return item_rows(task, [_as_logged(json.loads(line)) for line in lines if line], metric)
 
 

@@ -40,7 +40,7 @@ _ANSWER = re.compile(r"answer is \(?([A-D])\)?")
 def mmlu_root(folder: Path) -> Path | None:
     """The folder that holds one folder a subject: ``folder`` itself, or ``mmlu`` in it."""
     for root in (folder, folder / "mmlu"):
-        if any(_split_file(child, "test") for child in _folders(root)):
+        if any(_split_files(child, "test") for child in _folders(root)):
             return root
     return None
 
@@ -51,8 +51,8 @@ def gpqa_file(folder: Path, config: str) -> Path | None:
         for suffix in FORMATS:
             if (root / f"{config}{suffix}").is_file():
                 return root / f"{config}{suffix}"
-        if found := _split_file(root / config, "train"):
-            return found
+        if found := _split_files(root / config, "train"):
+            return found[0]
     return None
 
 
@@ -63,23 +63,36 @@ def data_digest(files: Sequence[Path], root: Path) -> str:
 
 def mmlu_files(root: Path) -> list[Path]:
     """Every split file of every subject."""
-    files = [_split_file(child, split) for child in _folders(root) for split in ("test", "dev")]
-    return [file for file in files if file]
+    return [file for child in _folders(root) for split in ("test", "dev") for file in _split_files(child, split)]
 
 
 def _folders(root: Path) -> list[Path]:
     return sorted(child for child in root.iterdir() if child.is_dir()) if root.is_dir() else []
 
 
-def _split_file(folder: Path, split: str) -> Path | None:
-    """``test-00000-of-00001.parquet`` as on the Hub, or ``test.jsonl`` and so on."""
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """``test-00000-of-00002.parquet`` and its sisters as on the Hub, or ``test.jsonl`` and so on.
+
+    Raises:
+        UsageError: a shard is missing: part of the questions is another test.
+    """
     if not folder.is_dir():
-        return None
+        return []
     for suffix in FORMATS:
-        for file in (folder / f"{split}{suffix}", *sorted(folder.glob(f"{split}-*-of-*{suffix}"))):
-            if file.is_file():
-                return file
-    return None
+        if (folder / f"{split}{suffix}").is_file():
+            return [folder / f"{split}{suffix}"]
+        shards = sorted(folder.glob(f"{split}-*-of-*{suffix}"))
+        if shards:
+            count = int(shards[0].stem.rpartition("-of-")[2])
+            wanted = [f"{split}-{index:05d}-of-{count:05d}{suffix}" for index in range(count)]
+            missing = sorted(set(wanted) ^ {file.name for file in shards})
+            if missing:
+                raise UsageError(
+                    f"{folder.name} holds {len(shards)} of {count} {split} files: {missing[0]} does not fit",
+                    "fetch all files of one version",
+                )
+            return shards
+    return []
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -89,9 +102,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a Parquet, JSON (lines or a list) or CSV file; errors never show its text."""
     readers: dict[str, Callable[[Path], pd.DataFrame]] = {
         ".parquet": pd.read_parquet,
-        ".jsonl": lambda f: pd.read_json(f, lines=True, dtype=False),
-        ".json": lambda f: pd.read_json(f, dtype=False),
-        ".csv": pd.read_csv,
+        ".jsonl": lambda f: pd.read_json(f, lines=True, dtype=False, convert_dates=False),
+        ".json": lambda f: pd.read_json(f, dtype=False, convert_dates=False),
+        # Text stays text: an answer may be None, NA, null or 007.
+        ".csv": lambda f: pd.read_csv(f, dtype=str, keep_default_na=False),
     }
     try:
         frame = readers[file.suffix](file)
@@ -135,6 +149,19 @@ def mmlu_rows(file: Path, subject: str) -> list[dict[str, Any]]:
         if len(row["choices"]) != 4 or row["answer"] not in (0, 1, 2, 3):
             raise UsageError(f"{where}, row {number}: not four choices and an answer of 0 to 3", "correct that row")
     return made
+
+
+#: From so many questions on, a letter that no answer names is a numbering that begins elsewhere, not chance.
+_ENOUGH = 40
+
+
+def _check_base(rows: Sequence[Mapping[str, Any]], subject: str) -> None:
+    """Refuse answers numbered from 1: of many questions at least one has the first choice as its answer."""
+    if len(rows) >= _ENOUGH and all(row["answer"] != 0 for row in rows):
+        raise UsageError(
+            f"{subject}: no answer of {len(rows)} questions is 0, so they seem to be numbered from 1",
+            "number the choices from 0",
+        )
 
 
 def gpqa_rows(file: Path) -> list[dict[str, Any]]:
@@ -210,10 +237,12 @@ def load(*, kind: str, folder: str, config_source: str, **_metadata: Any) -> Any
         return _splits({"test": development_questions()[task.removeprefix("mmlu_")], "dev": []})
     if kind == "mmlu":
         subject = task.removeprefix("mmlu_")
-        files = {split: _split_file(Path(folder) / subject, split) for split in ("test", "dev")}
-        if files["test"] is None:
+        files = {split: _split_files(Path(folder) / subject, split) for split in ("test", "dev")}
+        if not files["test"]:
             raise UsageError(f"the data folder has no {subject}/test file", "MMLU needs all of its 57 subjects")
-        return _splits({split: mmlu_rows(file, subject) if file else [] for split, file in files.items()})
+        rows = {split: [row for file in found for row in mmlu_rows(file, subject)] for split, found in files.items()}
+        _check_base(rows["test"], subject)
+        return _splits(rows)
     config = "_".join(task.split("_")[:2])
     return _splits({"train": gpqa_rows(Path(folder)) if folder else hub_gpqa_rows(config)})
 

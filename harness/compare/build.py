@@ -132,7 +132,6 @@ def _bands(aligned: Aligned, settings: Settings, plan: Plan) -> dict[str, list[E
         plan.primary: max_t_bands(
             known,
             confidence=settings.confidence,
-            resamples=settings.resamples,
             seed=settings.seed,
             unit=settings.unit,
         )

@@ -131,7 +131,7 @@ def test_simultaneous_bands_hold_for_all_candidates_at_once() -> None:
         shared = rng.standard_normal((64, 1))
         draws_GK = 0.7 * shared + rng.standard_normal((64, 8))
         differences = [Totals(column, counts) for column in draws_GK.T]
-        together += all(covers(band, 0.0) for band in max_t_bands(differences, resamples=1000))
+        together += all(covers(band, 0.0) for band in max_t_bands(differences))
         single += all(covers(t_interval(d), 0.0) for d in differences)
     assert together / 400 >= 0.93 - 3 * (0.94 * 0.06 / 400) ** 0.5
     assert single / 400 < together / 400 - 0.05

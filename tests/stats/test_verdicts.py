@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
+from scipy.stats import multivariate_t, nct, norm
+from scipy.stats import t as t_dist
 
 from harness.stats import (
     Totals,
@@ -19,6 +21,7 @@ from harness.stats import (
     p_of_equivalence,
     t_interval,
 )
+from harness.stats.tests import power_of, simultaneous_t
 
 
 def normal_rows(mean: float, seed: int = 1, rows: int = 32) -> Totals:
@@ -129,24 +132,57 @@ def test_items_that_all_agree() -> None:
 
 
 def test_power_formula() -> None:
-    """R = 7.85 (sd/delta)^2 and MDE = 2.8 sd / sqrt(R); the text's 'mod' needs 63 rows for 10 %."""
-    assert contexts_needed(0.2835, 0.1) == 64
-    assert contexts_needed(1.0, 1.0) == 8
-    assert detectable_difference(1.0, 32) == pytest.approx(2.8016 / 32**0.5, rel=1e-4)
+    """The noncentral t; for many rows it comes to R = 7.85 (sd/delta)^2 and MDE = 2.8 sd / sqrt(R)."""
+    assert contexts_needed(0.2835, 0.1) == 66
+    assert contexts_needed(1.0, 1.0) == 10
+    assert detectable_difference(1.0, 4_096) == pytest.approx(2.8016 / 64, rel=1e-3)
     assert contexts_needed(2.0, detectable_difference(2.0, 128)) == 128
     assert group_deviation(normal_rows(3.0)) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="difference of 0"):
         contexts_needed(1.0, 0.0)
 
 
-def test_power_by_simulation() -> None:
+@pytest.mark.parametrize(("groups", "power"), [(6, 0.615), (8, 0.673), (16, 0.745), (32, 0.775)])
+def test_normal_quantiles_promise_too_much(groups: int, power: float) -> None:
+    """What 80 % by z alone really is, by scipy's own noncentral t."""
+    effect = (norm.ppf(0.975) + norm.ppf(0.8)) / groups**0.5
+    bound = t_dist.ppf(0.975, groups - 1)
+    shift = effect * groups**0.5
+    expected = nct.sf(bound, groups - 1, shift) + nct.cdf(-bound, groups - 1, shift)
+    assert power_of(effect, groups) == pytest.approx(expected, abs=1e-9) == pytest.approx(power, abs=1e-3)
+
+
+@pytest.mark.parametrize("groups", [6, 16, 128])
+def test_power_by_simulation(groups: int) -> None:
     """At the detectable difference, four in five panels see it."""
     rng, seen = np.random.default_rng(5), 0
-    delta = detectable_difference(1.0, 128)
-    for _ in range(600):
-        estimate = t_interval(Totals(rng.normal(delta, 1.0, size=128), np.ones(128)))
+    delta = detectable_difference(1.0, groups)
+    for _ in range(1_500):
+        estimate = t_interval(Totals(rng.normal(delta, 1.0, size=groups), np.ones(groups)))
         seen += estimate.low > 0  # type: ignore[operator]
-    assert seen / 600 == pytest.approx(0.80, abs=0.05)
+    assert seen / 1_500 == pytest.approx(0.80, abs=0.03)
+
+
+@pytest.mark.parametrize(("candidates", "degrees", "rho"), [(2, 3, 0.5), (5, 7, 0.5), (5, 15, 0.0), (5, 127, 0.5)])
+def test_the_factor_of_a_family_is_the_multivariate_t(candidates: int, degrees: int, rho: float) -> None:
+    """Against scipy's own integral of the density."""
+    shape = np.full((candidates, candidates), rho) + (1 - rho) * np.eye(candidates)
+    bound = np.full(candidates, simultaneous_t(shape, degrees))
+    assert multivariate_t.cdf(bound, shape=shape, df=degrees, lower_limit=-bound) == pytest.approx(0.95, abs=2e-3)
+
+
+@pytest.mark.parametrize("groups", [4, 8, 16, 32])
+@pytest.mark.parametrize("lognormal", [False, True])
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+def test_five_equal_candidates_give_no_false_verdict_too_often(groups: int, lognormal: bool, rho: float) -> None:
+    """Nominal 5 % a family; the bound is that and three standard errors of this simulation."""
+    rng, families, wrong = np.random.default_rng(groups), 500, 0
+    for _ in range(families):
+        arms = rng.normal(size=(6, groups)) * (1 - rho) ** 0.5 + rng.normal(size=groups) * rho**0.5
+        arms = np.exp(arms) if lognormal else arms
+        bands = max_t_bands([Totals(arm - arms[0], np.ones(groups)) for arm in arms[1:]], draws=4_000)
+        wrong += any(band.low > 0 or band.high < 0 for band in bands)  # type: ignore[operator]
+    assert wrong / families <= 0.05 + 3 * (0.05 * 0.95 / families) ** 0.5
 
 
 def test_a_margin_of_zero_makes_only_identical_arms_equivalent() -> None:

@@ -217,6 +217,7 @@ def contexts_needed(deviation: float, difference: float, *, power: float = 0.8, 
         return 2
     effect = abs(difference) / deviation
     low = max(2, math.floor(((ndtri(0.5 + confidence / 2) + ndtri(power)) / effect) ** 2))
+    power -= 1e-9  # `detectable_difference` is right to so much
     while low > 2 and power_of(effect, low - 1, confidence) >= power:
         low -= 1
     while power_of(effect, low, confidence) < power:

@@ -54,7 +54,9 @@ def test_against_scipy_and_plain_formulas(tmp_path: Path) -> None:
     resampled = np.random.default_rng(0).choice(difference, (20_000, 400)).mean(axis=1)
     assert pair.bootstrap is not None
     assert (pair.bootstrap.low, pair.bootstrap.high) == pytest.approx(np.quantile(resampled, [0.025, 0.975]), abs=0.003)
-    assert pair.detectable == pytest.approx((stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) * error, rel=1e-9)
+    assert pair.detectable is not None
+    found_in = stats.nct.sf(stats.t.ppf(0.975, 399), 399, pair.detectable / error)
+    assert found_in == pytest.approx(0.8, abs=1e-6), "four in five such suites find it, by the noncentral t"
     assert pair.verdict == "worse" and task_reason(pair) == f"McNemar's exact p = {pair.p:.3g}"
     assert pair.same_choice == 400 - 43
 

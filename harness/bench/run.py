@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
+
 from harness.bench import tasks, wire
 from harness.bench.capture_store import capture_store, scoring_memory
 from harness.bench.scores import accuracy, bootstrap, from_logits, through_head
@@ -19,6 +21,7 @@ from harness.bench.weights import exl3, streaming
 from harness.environment import environment
 from harness.errors import UsageError
 from harness.progress import phase
+from harness.scoring.packed import WIDE
 
 FORMAT = "exl3-fidelity/bench/1"
 
@@ -163,14 +166,15 @@ def bench_json(done: Sequence[Section], sizes: Sizes) -> dict[str, Any]:
         "format": FORMAT,
         "size": sizes.name,
         "environment": environment(),
-        "processor": _processor(),
+        "processor": processor(),
+        "vectors": vectors(),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "sections": [section.plain() for section in done],
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's product name where the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -178,3 +182,11 @@ def _processor() -> str:
         return "unknown"
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "unknown"
+
+
+def vectors() -> str:
+    """What the kernels are compiled for: the name that LLVM has for the processor, its sets of vector instructions,
+    and the bits of the registers used."""
+    has = llvm.get_host_cpu_features()
+    sets = [name for name in ("avx2", "fma", "avx512f", "avx512bw", "neon", "sve") if has.get(name)]
+    return f"{llvm.get_host_cpu_name()} ({', '.join(sets) or 'no vector set named'}), {32 * WIDE}-bit registers"

@@ -25,12 +25,14 @@ def bench(
     from rich.console import Console
 
     from harness.bench import FULL, TINY, bench_json, run_bench
+    from harness.bench.run import processor, vectors
     from harness.store import write_json
 
     sizes = TINY if quick else FULL
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
+    console.print(f"{processor()}: {vectors()}", highlight=False)
     sections: list[Section] = []
     for section in run_bench(sizes, only or ()):
         sections.append(section)

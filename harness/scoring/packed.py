@@ -13,22 +13,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from harness.scoring import kernel
-from harness.scoring.kernel import FLOATS, I32, I64, INTS, LANES, Vec
+from harness.scoring.kernel import F32, I32, I64, Vec
 from harness.scoring.rows import _widen
 
-#: Rows and columns of the product that are held in registers: 12 sums of 8 lanes, of 16 registers.
-ROWS, COLUMNS = 6, 2 * LANES
-#: Steps of k written out; k is a multiple of ``LANES``, which it divides.
+#: Side of the squares in which weights are turned, and what an inner depth is a multiple of.
+SQUARE = 8
+EIGHT = ir.VectorType(F32, SQUARE)
+#: Lanes of a register. An entry of the product is one chain of its own, so digits do not depend on it.
+WIDE = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+FLOATS = ir.VectorType(F32, WIDE)
+#: Rows and columns of the product that are held in registers: 24 sums of 32 registers, or 12 of 16.
+ROWS, COLUMNS = (12 if WIDE == 16 else 6), 2 * WIDE
+#: Steps of k written out; k is a multiple of ``SQUARE``, which it divides.
 UNROLL = 4
-#: The longest chain of fp32 additions; a panel of it takes 24 KB of the first-level cache.
+#: The longest chain of fp32 additions; a panel of it takes 24 KB or 48 KB of the cache nearest to the registers.
 MOST_DEPTH = 384
 LINE = 16
 
@@ -48,7 +54,7 @@ def aligned(rows: int, width: int) -> np.ndarray:
 def depth_of(hidden: int) -> int:
     """Entries of the hidden width summed in one chain: equal blocks of at most ``MOST_DEPTH``."""
     blocks = -(-hidden // MOST_DEPTH)
-    return -(-hidden // (blocks * LANES)) * LANES
+    return -(-hidden // (blocks * SQUARE)) * SQUARE
 
 
 class Packed:
@@ -107,15 +113,15 @@ def _panel(
 ) -> None:
     """``panel[k, c]`` = the weights of the ``columns`` over the ``span`` of the width, zeros where there is none."""
     count = span[1] - span[0]
-    depth = -(-count // LANES) * LANES
+    depth = -(-count // SQUARE) * SQUARE
     wide[:, count:depth] = 0.0
     for c in range(COLUMNS):
         if c < columns[1] - columns[0]:
             _wide_row(weight[columns[0] + c, span[0] : span[1]], is_bf16, wide[c, :count])
         else:
             wide[c, :count] = 0.0
-    for c in range(0, COLUMNS, LANES):
-        for k in range(0, depth, LANES):
+    for c in range(0, COLUMNS, SQUARE):
+        for k in range(0, depth, SQUARE):
             turn(wide, c * wide.shape[1] + k, wide.shape[1], panel, k * COLUMNS + c, COLUMNS)
 
 
@@ -144,7 +150,7 @@ def _multiply(
     stride, hidden = out.strides[0] // 4, weight.shape[1]
     for low in range(0, hidden, depth):
         span, at, fresh = (low, min(low + depth, hidden)), low * len(out), low == 0
-        count = -(-(span[1] - low) // LANES) * LANES
+        count = -(-(span[1] - low) // SQUARE) * SQUARE
         for column in range(0, len(weight), COLUMNS):
             end = min(column + COLUMNS, len(weight))
             _panel(weight, (column, end), span, is_bf16, wide, panel)
@@ -156,7 +162,7 @@ def _multiply(
                 outer_sums(packed, at + first * depth, panel, count, out, place, stride, fresh)
 
 
-# ---- the innermost loop and the turning of its operand, in eight fp32 lanes ------------------------------------------
+# ---- the innermost loop and the turning of its operand ---------------------------------------------------------------
 
 
 def _start(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, at: ir.Value) -> ir.Value:
@@ -165,15 +171,7 @@ def _start(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, at: 
 
 
 def _store(builder: ir.IRBuilder, value: ir.Value, place: ir.Value) -> None:
-    builder.store(value, builder.bitcast(place, FLOATS.as_pointer()), align=4)
-
-
-def _prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
-    """Ask for a cache line that will be written."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [builder.bitcast(place, byte), I32(1), I32(3), I32(1)])
+    builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=4)
 
 
 def _steps(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, at: ir.Value, sums: list[Vec]) -> list[Vec]:
@@ -181,9 +179,9 @@ def _steps(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, at: ir.Value,
     for step in range(UNROLL):
         k = builder.add(at, I64(step))
         row, column = builder.mul(k, I64(ROWS)), builder.mul(k, I64(COLUMNS))
-        b = [kernel.load(builder, right, builder.add(column, I64(v * LANES))) for v in (0, 1)]
+        b = [kernel.load(builder, right, builder.add(column, I64(v * WIDE)), FLOATS) for v in (0, 1)]
         for r in range(ROWS):
-            a = kernel.splat(builder, builder.load(builder.gep(left, [builder.add(row, I64(r))])))
+            a = kernel.splat(builder, builder.load(builder.gep(left, [builder.add(row, I64(r))])), FLOATS)
             for v in (0, 1):
                 sums[2 * r + v] = a.fma(b[v], sums[2 * r + v])
     return sums
@@ -200,7 +198,7 @@ def _loop(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, count: ir.Valu
     at.add_incoming(I64(0), before)
     at.add_incoming(further, loop)
     for phi, total in zip(held, sums, strict=True):
-        phi.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
+        phi.add_incoming(ir.Constant(FLOATS, [0.0] * WIDE), before)
         phi.add_incoming(total.value, loop)
     builder.cbranch(builder.icmp_signed("<", further, count), loop, done)
     builder.position_at_end(done)
@@ -223,12 +221,12 @@ def outer_sums(typingctx, left, left_at, right, count, out, out_at, stride, fres
         first = _start(context, builder, sig.args[4], args[4], args[5])
         lines = [builder.gep(first, [builder.mul(args[6], I64(r))]) for r in range(ROWS)]
         for line in lines:
-            _prefetch(builder, line)
+            kernel.prefetch(builder, line, write=True)
         sums = _loop(builder, a, b, args[3])
         for index, total in enumerate(sums):
-            place = builder.gep(lines[index // 2], [I64(index % 2 * LANES)])
-            before = kernel.load(builder, place, I64(0))
-            kept = builder.select(args[7], ir.Constant(FLOATS, [0.0] * LANES), before.value)
+            place = builder.gep(lines[index // 2], [I64(index % 2 * WIDE)])
+            before = kernel.load(builder, place, I64(0), FLOATS)
+            kept = builder.select(args[7], ir.Constant(FLOATS, [0.0] * WIDE), before.value)
             _store(builder, (Vec(builder, kept) + total).value, place)
         return context.get_dummy_value()
 
@@ -243,7 +241,7 @@ def turn(typingctx, source, source_at, source_stride, out, out_at, out_stride): 
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         first = _start(context, builder, sig.args[0], args[0], args[1])
-        lines = [kernel.load(builder, first, builder.mul(args[2], I64(r))).value for r in range(LANES)]
+        lines = [kernel.load(builder, first, builder.mul(args[2], I64(r)), EIGHT).value for r in range(SQUARE)]
         place = _start(context, builder, sig.args[3], args[3], args[4])
         for k, line in enumerate(_turned(builder, lines)):
             _store(builder, line, builder.gep(place, [builder.mul(args[5], I64(k))]))
@@ -256,10 +254,10 @@ def _turned(builder: ir.IRBuilder, lines: list[ir.Value]) -> list[ir.Value]:
     """The transpose of eight vectors: pairs within 64, then 128, then 256 bits."""
 
     def mix(one: ir.Value, two: ir.Value, order: list[int]) -> ir.Value:
-        return builder.shuffle_vector(one, two, ir.Constant(INTS, order))
+        return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(I32, SQUARE), order))
 
     low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-    pairs = [mix(lines[r], lines[r + 1], order) for r in range(0, LANES, 2) for order in (low, high)]
+    pairs = [mix(lines[r], lines[r + 1], order) for r in range(0, SQUARE, 2) for order in (low, high)]
     low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
     fours = [mix(pairs[r + s], pairs[r + s + 2], order) for r in (0, 4) for s in (0, 1) for order in (low, high)]
     low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
@@ -270,7 +268,7 @@ def _turned(builder: ir.IRBuilder, lines: list[ir.Value]) -> list[ir.Value]:
 
 
 def _entries(stamp: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The compiled entry points, cached on disk; ``stamp`` as in `rows`."""
+    """The compiled entry points, cached on disk; ``stamp`` as in `rows`, and of the width of a register."""
 
     @numba.njit(nogil=True, cache=True)
     def pack(states, depth, packed):  # type: ignore[no-untyped-def]
@@ -288,7 +286,7 @@ def _entries(stamp: int) -> tuple[Callable[..., None], Callable[..., None]]:
 def _source_stamp() -> int:
     here = Path(__file__).parent
     names = ("kernel.py", "rows.py", "packed.py")
-    return zlib.crc32(b"".join((here / name).read_bytes() for name in names))
+    return zlib.crc32(b"".join((here / name).read_bytes() for name in names), WIDE)
 
 
 _compiled_pack, _compiled_multiply = _entries(_source_stamp())

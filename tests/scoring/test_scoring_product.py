@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from fractions import Fraction
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
 
+from harness.scoring import packed
 from harness.scoring.packed import MOST_DEPTH, Packed, aligned, depth_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,7 +37,7 @@ def product(states: np.ndarray, weight: np.ndarray, is_bf16: bool) -> np.ndarray
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(6, 1, 1), (6, 8, 16), (12, 100, 37), (18, 385, 64), (30, 1000, 50)])
+@pytest.mark.parametrize("shape", [(12, 1, 1), (12, 8, 16), (24, 100, 37), (36, 385, 64), (60, 1000, 50)])
 def test_against_float64(shape: tuple[int, int, int], dtype: str) -> None:
     """Any hidden width and any number of columns; the error stays within the bound of a chain of additions."""
     rows, hidden, columns = shape
@@ -59,7 +62,7 @@ def rounded(value: Fraction) -> Fraction:
 
 def test_digits_are_those_of_the_definition() -> None:
     """Chains of fused multiply-adds along blocks of the width, then added: in exact fractions, to the last bit."""
-    states, (raw, exact) = random(6, MOST_DEPTH + 20), weights(3, MOST_DEPTH + 20, torch.bfloat16)
+    states, (raw, exact) = random(12, MOST_DEPTH + 20), weights(3, MOST_DEPTH + 20, torch.bfloat16)
     found, depth = product(states, raw, True), depth_of(MOST_DEPTH + 20)
     for row, column in ((0, 0), (5, 2)):
         total = Fraction(0)
@@ -99,3 +102,19 @@ def test_rows_of_an_aligned_array() -> None:
         out = aligned(3, width)
         assert out.ctypes.data % 64 == 0 and out.strides[0] // 64 % 2 == 1 and out.strides[0] % 64 == 0
         assert width <= out.shape[1] < width + 32
+
+
+def test_digits_do_not_depend_on_the_width_of_a_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file compiled for the other width: LLVM splits vectors that a processor does not have."""
+    other = {8: 16, 16: 8}[packed.WIDE]
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: {"avx512f": other == 16})
+    spec = importlib.util.spec_from_file_location("packed_at_another_width", packed.__file__)
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert again.WIDE == other and again.ROWS != packed.ROWS
+    states, (raw, _) = random(36, 577), weights(85, 577, torch.bfloat16)
+    here, there = (aligned(36, 85)[:, :85] for _ in range(2))
+    packed.Packed(states).multiply(raw, True, here)
+    again.Packed(states).multiply(raw, True, there)
+    np.testing.assert_array_equal(here, there)

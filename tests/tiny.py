@@ -7,6 +7,7 @@ weights will not do.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def save_llama(folder: Path, *, seed: int = 0) -> None:
     Embeddings and head factor the log bigram frequencies of the text; attention and MLPs are random, large enough
     that quantising them shows. Made in milliseconds, where training would take minutes on a busy machine.
     """
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     save_tokenizer(folder)
@@ -65,16 +66,25 @@ def save_llama(folder: Path, *, seed: int = 0) -> None:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
-    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text(seed=1, sentences=60))["input_ids"])
+    learn_bigrams(model, folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def learn_bigrams(model: Any, tokenizer: Path) -> None:
+    """Let the embedding and the head of a causal language model of 259 tokens factor the log bigram frequencies."""
+    from transformers import AutoTokenizer
+
+    width = min(model.config.hidden_size, VOCAB)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(tokenizer)(text(seed=1, sentences=60))["input_ids"])
     counts = torch.full((VOCAB, VOCAB), 0.01)
     counts.index_put_((ids[:-1], ids[1:]), torch.ones(len(ids) - 1), accumulate=True)
     logits = (counts / counts.sum(1, keepdim=True)).log()
     u, s, v = torch.linalg.svd(logits - logits.mean(1, keepdim=True))
-    rows = u[:, :128] * s[:128]
-    scale = rows.norm(dim=1, keepdim=True) / 128**0.5
-    model.model.embed_tokens.weight.data = rows / scale
-    model.lm_head.weight.data = v[:128].T * scale[ids].mean()
-    model.to(torch.bfloat16).save_pretrained(folder)
+    rows = u[:, :width] * s[:width]
+    scale = rows.norm(dim=1, keepdim=True) / width**0.5
+    empty = torch.zeros(VOCAB, model.config.hidden_size - width)
+    model.model.embed_tokens.weight.data = torch.cat([rows / scale, empty], 1)
+    model.lm_head.weight.data = torch.cat([v[:width].T * scale[ids].mean(), empty], 1)
 
 
 def write_panel(folder: Path, tokenizer: Path, *, rows: int = 4, length: int = 96) -> None:

@@ -8,7 +8,7 @@ the bytes. Packed words of other formats count as the weights they hold, their s
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
 from harness.exl3.claims import KINDS, Kind, Section, Spot, decoder_layers, mismatches, spot_of
 from harness.exl3.foreign import weights_in
+from harness.exl3.ranked import rank_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Packed modules of one layer, leaf, rate and codebook; ``tensors`` counts modules."""
+    """Packed modules of one layer, leaf, rate and codebook; ``tensors`` counts linears, each stored in ``ranks``."""
 
     section: Section
     layer: int
@@ -43,6 +44,7 @@ class Group:
     leaf: str
     bits: float
     codebook: str
+    ranks: int
     tensors: int
     weights: int
     bytes: int
@@ -186,14 +188,21 @@ def take_census(checkpoint: Checkpoint) -> Census:
 
 def _groups(checkpoint: Checkpoint) -> list[Group]:
     layers = decoder_layers(checkpoint)
-    sums: dict[tuple[Spot, float, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    ranks = Counter(found[0] for name in checkpoint.modules if (found := rank_of(name)) is not None)
+    sums: dict[tuple[Spot, float, str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    lent: set[str] = set()
     for name, module in checkpoint.modules.items():
-        total = sums[spot_of(name, layers), module.bits, module.codebook]
-        for index, value in enumerate((1, module.weights, module.bytes)):
+        linear, rank = rank_of(name) or (name, 0)
+        new = {part.name: part.bytes for part in module.lent.values() if part.name not in lent}
+        lent |= new.keys()
+        total = sums[spot_of(name, layers), module.bits, module.codebook, ranks.get(linear, 1)]
+        for index, value in enumerate((rank == 0, module.weights, module.bytes + sum(new.values()))):
             total[index] += value
     return [
-        Group(**_spot(spot), bits=bits, codebook=codebook, tensors=total[0], weights=total[1], bytes=total[2])
-        for (spot, bits, codebook), total in sorted(sums.items())
+        Group(
+            **_spot(spot), bits=bits, codebook=codebook, ranks=count, tensors=total[0], weights=total[1], bytes=total[2]
+        )
+        for (spot, bits, codebook, count), total in sorted(sums.items())
     ]
 
 

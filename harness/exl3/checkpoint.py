@@ -19,6 +19,7 @@ from harness.exl3.codebook import MARKERS, Codebook
 from harness.exl3.files import model_files, read_json
 from harness.exl3.headers import TensorHeader, read_exact
 from harness.exl3.layout import TILE, bits_of
+from harness.exl3.ranked import check_ranks, lend_scales
 from harness.exl3.scaled import Scaled, find_scaled
 from harness.exl3.tensors import (
     PARTS,
@@ -35,7 +36,9 @@ _FETCH = "fetch the missing shard, or the whole checkpoint again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedModule:
-    """A quantised linear as the headers show it; ``parts`` by suffix (trellis, suh, svh, marker, bias)."""
+    """A quantised linear, or one rank of it, as the headers show it; ``parts`` by suffix (trellis, suh, svh, marker,
+    bias), some of them ``lent``: scales that the experts of a layer share.
+    """
 
     name: str
     parts: Mapping[str, TensorHeader]
@@ -59,21 +62,23 @@ class PackedModule:
         return self.padded_in * self.padded_out
 
     @property
+    def lent(self) -> dict[str, TensorHeader]:
+        """The parts that lie under another name, and belong to other modules too."""
+        return {suffix: part for suffix, part in self.parts.items() if part.name != f"{self.name}.{suffix}"}
+
+    @property
     def bytes(self) -> int:
-        """Bytes of all parts, scales included."""
-        return sum(part.bytes for part in self.parts.values())
+        """Bytes of all parts, scales included, but those that are lent."""
+        return sum(part.bytes for suffix, part in self.parts.items() if suffix not in self.lent)
 
     @property
     def has_bias(self) -> bool:
         return "bias" in self.parts
 
     def meta_parts(self) -> dict[str, torch.Tensor]:
-        """Meta tensors of every part but the bias, by suffix, in the dtypes they are stored in."""
-        return {
-            suffix: torch.empty(part.shape, dtype=part.torch_dtype, device="meta")
-            for suffix, part in self.parts.items()
-            if suffix != "bias"
-        }
+        """Meta tensors of its own parts but the bias, by suffix, in the dtypes they are stored in."""
+        own = self.parts.keys() - self.lent.keys() - {"bias"}
+        return {suffix: part.as_meta() for suffix, part in self.parts.items() if suffix in own}
 
 
 @dataclass(kw_only=True)
@@ -94,6 +99,7 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         self.modules, self.tables, self.plain = _sort(self.tensors)
+        check_ranks(self.name, self.modules, self.config)
         self.scaled: dict[str, Scaled] = find_scaled(self.plain, self.quantization)
         for scaled in self.scaled.values():
             del self.plain[scaled.scale.name]
@@ -209,7 +215,7 @@ def _sort(
             groups[owner][suffix] = header
         else:
             plain[key] = header
-    return {name: _packed(name, parts) for name, parts in groups.items()}, tables, plain
+    return {name: _packed(name, parts) for name, parts in lend_scales(groups).items()}, tables, plain
 
 
 def _packed(name: str, parts: dict[str, TensorHeader]) -> PackedModule:

@@ -63,7 +63,7 @@ def spot_of(module: str, layers: int | None) -> Spot:
     elif MTP.search(module) or (layers is not None and layer >= layers):
         section = "mtp"
     kind: Kind = next((kind for kind, pattern in _KINDS if pattern.search(module)), "other")
-    leaf = re.sub(r"\.slice\.\d+$", "", module).rpartition(".")[2]
+    leaf = re.sub(r"\.(slice\.|rank)\d+$", "", module).rpartition(".")[2]
     return Spot(section=section, layer=layer, kind=kind, leaf=leaf)
 
 

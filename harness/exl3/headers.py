@@ -71,6 +71,10 @@ class TensorHeader:
             raise CheckpointError(f"{self.name} is {self.dtype}, which torch cannot hold", "use another quant")
         return dtype
 
+    def as_meta(self) -> torch.Tensor:
+        """An empty tensor of its shape and dtype, on the meta device."""
+        return torch.empty(self.shape, dtype=self.torch_dtype, device="meta")
+
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
     """Every tensor of a safetensors file, checked against the size of the file.

@@ -20,6 +20,7 @@ from harness.exl3.checkpoint import Checkpoint, PackedModule
 from harness.exl3.hf_names import Landing, Names
 from harness.exl3.hf_place import PackedPlace, places
 from harness.exl3.hf_rules import Rules
+from harness.exl3.ranked import rank_of
 from harness.exl3.scaled import Scaled
 from harness.exl3.tensors import GROUP, RowTable
 
@@ -110,6 +111,7 @@ def wanted_dtype(model: Any, name: str, meta: torch.Tensor) -> torch.dtype:
 
 def _packed(names: Names, checkpoint: Checkpoint, rules: Rules, accounting: Accounting) -> dict[str, list[PackedPlace]]:
     slices = Counter(name.rpartition(".slice.")[0] for name in checkpoint.modules if ".slice." in name)
+    slices.update(found[0] for name in checkpoint.modules if (found := rank_of(name)) is not None)
     landed: dict[str, list[tuple[Landing, PackedModule]]] = defaultdict(list)
     for name in sorted(checkpoint.modules, key=dot_natural_key):
         module = checkpoint.modules[name]
@@ -122,6 +124,7 @@ def _packed(names: Names, checkpoint: Checkpoint, rules: Rules, accounting: Acco
         else:
             rule = _rule(names, rules, f"{name}.trellis", f"{name} is quantised, and ")
             accounting.skipped |= dict.fromkeys(keys, rule)
+    accounting.used = list(dict.fromkeys(accounting.used))  # experts name the scales that they share
     state, model = names.state, names.model
     return {
         param: places(param, entries, model.get_submodule(param.rpartition(".")[0]), state, model.config)

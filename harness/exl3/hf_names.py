@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from harness.errors import CheckpointError
+from harness.exl3.ranked import rank_of
 
 #: Linears that some model classes hold as one; EXL3 always stores them apart. Order = order of the rows.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -29,7 +30,7 @@ class Landing:
     """The place of one packed linear: slot ``slot`` of ``slots`` in the rows of ``param`` (of one expert's, if any).
 
     ``columns``: the slots divide the input columns instead. ``taken``: the linear is the one that is divided, and
-    ``param`` gets its part ``slot``.
+    ``param`` gets its part ``slot``. ``rank``: which of ``ranks`` tensor-parallel slices of the slot it is.
     """
 
     param: str
@@ -38,10 +39,12 @@ class Landing:
     expert: int | None = None
     columns: bool = False
     taken: bool = False
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def whole(self) -> bool:
-        return self.slots == 1 and self.expert is None
+        return self.slots == 1 and self.expert is None and self.ranks == 1
 
 
 class Names:
@@ -103,8 +106,11 @@ class Names:
         """Places of the packed linear ``module``; empty where the model has none.
 
         Args:
-            slices: number of stored slices of each sliced module.
+            slices: number of stored slices, or ranks, of each module that is stored so.
         """
+        if (found := rank_of(module)) is not None:
+            linear, rank = found
+            return [replace(landing, rank=rank, ranks=slices[linear]) for landing in self.landings(linear, slices)]
         param, converter, pattern = self.resolve(f"{module}.weight")
         if param in self.state:
             if converter is None:

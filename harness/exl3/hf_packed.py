@@ -19,12 +19,39 @@ from harness.exl3.hf_place import PackedPlace, write_packed
 from harness.exl3.tensors import Exl3Linear
 
 
+class LentScales(nn.Module):
+    """Holds scales that several EXL3 linears share, named as on disk, in the dtypes they are stored in."""
+
+    def __init__(self, parts: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for suffix, tensor in parts.items():
+            self.register_buffer(suffix, tensor)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        return _never_cast(self, super()._apply, fn, recurse, tuple(self._buffers))
+
+
+def _never_cast(
+    module: nn.Module, apply: Callable[..., Any], fn: Callable[..., Any], recurse: bool, names: Sequence[str]
+) -> Any:
+    """Move buffers to a device, but never cast them: in bf16 the float16 scales would be other numbers."""
+    before = dict(module._buffers)
+    apply(fn, recurse)
+    for name in names:
+        old, new = before[name], module._buffers[name]
+        if old is not None and new is not None and new.dtype != old.dtype:
+            module._buffers[name] = old.to(new.device)
+    return module
+
+
 class PackedTensors(nn.Module):
     """Holds the tensors of one EXL3 linear, named as on disk, in the dtypes they are stored in."""
 
     exl3_name: str
     exl3_parts: tuple[str, ...] = ()
     exl3_sizes: tuple[int, int]
+    #: Scales by suffix that lie in a `LentScales` elsewhere in the model.
+    exl3_lent: Mapping[str, LentScales] = {}
 
     def hold(self, name: str, parts: Mapping[str, torch.Tensor], sizes: tuple[int, int]) -> None:
         """Register one buffer a part (meta tensors before loading); ``sizes`` is the model's ``(in, out)``."""
@@ -37,6 +64,7 @@ class PackedTensors(nn.Module):
         cached: Exl3Linear | None = self.__dict__.get("_packed")
         if cached is None:
             tensors = {suffix: self._buffers[suffix] for suffix in self.exl3_parts}
+            tensors |= {suffix: lender._buffers[suffix] for suffix, lender in self.exl3_lent.items()}
             in_features, out_features = self.exl3_sizes
             cached = Exl3Linear.from_tensors(
                 self.exl3_name,
@@ -54,15 +82,8 @@ class PackedTensors(nn.Module):
             self._buffers.pop(suffix, None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move to a device, but never cast: in bf16 the float16 scales would be other numbers."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
         self.__dict__.pop("_packed", None)
-        for name in self.exl3_parts:
-            old, new = before[name], self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
+        return _never_cast(self, super()._apply, fn, recurse, self.exl3_parts)
 
 
 @dataclass(slots=True, kw_only=True)

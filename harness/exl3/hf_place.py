@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from harness.exl3 import decode, decode_torch
 from harness.exl3.checkpoint import PackedModule
 from harness.exl3.hf_names import FUSED, Landing
 from harness.exl3.layout import TILE
+from harness.exl3.ranked import in_sliced, rank_of
 from harness.exl3.tensors import PADDING, Exl3Linear
 
 _WRONG_MODEL = "use the config.json that belongs to these shards, or fetch the missing shard"
@@ -84,23 +86,57 @@ def places(
             module = slots[0][1]
             found.append(Place(module=module, in_features=columns, out_features=rows, transposed=transposed))
             continue
+        parts = [[module for _, module in group] for _, group in groupby(slots, key=lambda entry: entry[0].slot)]
         across = columns if first.columns else rows
-        sizes = _sizes(param, across, [(m.padded_in if first.columns else m.padded_out) for _, m in slots], config)
-        strided = expert is not None and len(slots) > 1 and getattr(owner, "is_concatenated", True) is False
-        for (landing, module), cut in zip(slots, _cuts(sizes, strided), strict=True):
-            size = sizes[landing.slot]
-            found.append(
-                Place(
-                    module=module,
-                    in_features=size if first.columns else columns,
-                    out_features=rows if first.columns else size,
-                    rows=slice(None) if first.columns else cut,
-                    columns=cut if first.columns else slice(None),
-                    expert=expert,
-                    transposed=transposed,
-                )
+        sizes = _sizes(param, across, [_padded_size(part)[not first.columns] for part in parts], config)
+        strided = expert is not None and len(parts) > 1 and getattr(owner, "is_concatenated", True) is False
+        for part, size, cut in zip(parts, sizes, _cuts(sizes, strided), strict=True):
+            place = Place(
+                module=part[0],
+                in_features=size if first.columns else columns,
+                out_features=rows if first.columns else size,
+                rows=slice(None) if first.columns else cut,
+                columns=cut if first.columns else slice(None),
+                expert=expert,
+                transposed=transposed,
             )
+            found += [place] if len(part) == 1 else _among_ranks(param, place, part, config)
     return found
+
+
+def _padded_size(ranks: Sequence[P]) -> tuple[int, int]:
+    """``(in, out)`` as stored, of a linear whose ranks are these."""
+    first, count = ranks[0], len(ranks)
+    if rank_of(first.name) is not None and in_sliced(_linear(first.name)):
+        return first.padded_in * count, first.padded_out
+    return first.padded_in, first.padded_out * count
+
+
+def _linear(module: str) -> str:
+    found = rank_of(module)
+    return found[0] if found else module
+
+
+def _among_ranks(param: str, whole: Place[P], ranks: Sequence[P], config: Any) -> Iterator[Place[P]]:
+    """The place of a linear divided among the ranks that store it."""
+    along_in = in_sliced(_linear(whole.module.name))
+    total = whole.in_features if along_in else whole.out_features
+    sizes = _sizes(param, total, [rank.padded_in if along_in else rank.padded_out for rank in ranks], config)
+    for rank, size, cut in zip(ranks, sizes, _cuts(sizes, False), strict=True):
+        yield replace(
+            whole,
+            module=rank,
+            in_features=size if along_in else whole.in_features,
+            out_features=whole.out_features if along_in else size,
+            rows=whole.rows if along_in else _within(whole.rows, cut),
+            columns=_within(whole.columns, cut) if along_in else whole.columns,
+        )
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """The rows ``inner`` of the rows ``outer``."""
+    start, step = outer.start or 0, outer.step or 1
+    return slice(start + inner.start * step, start + inner.stop * step, outer.step)
 
 
 def _by_expert(param: str, landed: Sequence[tuple[Landing, P]], shape: tuple[int, ...]) -> Experts[P]:
@@ -114,12 +150,13 @@ def _by_expert(param: str, landed: Sequence[tuple[Landing, P]], shape: tuple[int
         what = f"experts {missing[:5]} are missing" if missing else f"the model has no expert {surplus[0]}"
         raise CheckpointError(f"{param}: {what} of {len(wanted)}", _WRONG_MODEL)
     for expert, group in experts.items():
-        group.sort(key=lambda entry: entry[0].slot)
-        found = [landing.slot for landing, _ in group]
-        if found != list(range(group[0][0].slots)):
+        group.sort(key=lambda entry: (entry[0].slot, entry[0].rank))
+        found = [(landing.slot, landing.rank) for landing, _ in group]
+        ranks = {landing.slot: landing.ranks for landing, _ in group}
+        if found != [(slot, rank) for slot in range(group[0][0].slots) for rank in range(ranks.get(slot, 1))]:
             where = param if expert is None else f"{param}, expert {expert}"
             raise CheckpointError(
-                f"{where}: needs {group[0][0].slots} parts and has {len(found)}: "
+                f"{where}: needs {group[0][0].slots} parts and has {len(ranks)}: "
                 + ", ".join(module.name for _, module in group),
                 _WRONG_MODEL,
             )
@@ -135,8 +172,9 @@ def _is_transposed(
     declared = getattr(owner, "is_transposed", None)
     if declared is not None:
         return bool(declared)
-    module = next(iter(experts.values()))[0][1]
-    return _padded(shape[-1]) != module.padded_in and _padded(shape[-2]) == module.padded_in
+    slots = next(iter(experts.values()))
+    padded_in, _ = _padded_size([module for landing, module in slots if landing.slot == slots[0][0].slot])
+    return _padded(shape[-1]) != padded_in and _padded(shape[-2]) == padded_in
 
 
 def _padded(size: int) -> int:

@@ -12,9 +12,10 @@ from torch import nn
 
 from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint
+from harness.exl3.headers import TensorHeader
 from harness.exl3.hf_layout import Accounting, Layout, plan_layout, wanted_dtype
 from harness.exl3.hf_names import Names
-from harness.exl3.hf_packed import Assembly, PackedTensors, make_packed
+from harness.exl3.hf_packed import Assembly, LentScales, PackedTensors, make_packed
 from harness.exl3.hf_place import PackedPlace
 from harness.exl3.tensors import RowTable, decode_embedding
 
@@ -98,6 +99,8 @@ class _Fitting:
         self.model, self.names, self.layout = model, names, layout
         self.plan = Fitted(layout.accounting)
         self._guests: dict[str, tuple[PackedTensors, tuple[nn.Module, str]]] = {}
+        self._lenders: dict[str, LentScales] = {}
+        self._lent_guests: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
 
     def pack(self, path: str, params: Sequence[str]) -> None:
         """Make the module at ``path`` decode its parameters ``params`` when used."""
@@ -116,7 +119,7 @@ class _Fitting:
             dtype = wanted_dtype(self.model, param, meta)
             assemblies[param.rpartition(".")[2]] = Assembly(shape=tuple(meta.shape), dtype=dtype, pieces=pieces)
         self._biases(path, owner, params)
-        packed = make_packed(owner, assemblies, guests)
+        packed = make_packed(owner, assemblies, guests + self._lent_guests[path])
         if own is not None:
             packed.hold(own.module.name, own.module.meta_parts(), (own.in_features, own.out_features))
 
@@ -141,7 +144,21 @@ class _Fitting:
             holder = PackedTensors()
             holder.hold(name, place.module.meta_parts(), (place.in_features, place.out_features))
             self._guests[name] = holder, _insert(self.model, path, holder)
+            holder.exl3_lent = {suffix: self._lender(part, owner) for suffix, part in place.module.lent.items()}
         return self._guests[name]
+
+    def _lender(self, part: TensorHeader, owner: str) -> LentScales:
+        """The module that holds a scale which experts share, where the loader will look for it."""
+        name, _, suffix = part.name.rpartition(".")
+        if name not in self._lenders:
+            self._lenders[name] = LentScales({})
+            self._lent_guests[owner].append(
+                _insert(self.model, self.names.path_beside(name, owner), self._lenders[name])
+            )
+        lender = self._lenders[name]
+        if suffix not in lender._buffers:
+            lender.register_buffer(suffix, part.as_meta())
+        return lender
 
     def _biases(self, path: str, owner: nn.Module, params: Sequence[str]) -> None:
         """Let padded or divided biases load beside their packed tensors."""

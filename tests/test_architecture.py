@@ -30,6 +30,7 @@ ORDER = (
     "tasks",
     "interop",
     "compare",
+    "artifact",
     "report",
     "verify",
     "bench",

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from harness.cli import exl3, panel, teacher
+from harness.cli import artifact, exl3, panel, teacher
 from harness.cli.anchor import anchor, floor
 from harness.cli.bench import bench
 from harness.cli.card import card, report, verify
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(panel.app, name="panel")
 app.add_typer(exl3.app, name="exl3")
+app.add_typer(artifact.app, name="artifact")
 app.add_typer(teacher.app, name="teacher")
 app.command()(measure)
 app.command()(doctor)

@@ -27,7 +27,7 @@ def open_hub(repo: str, revision: str | None = None) -> Checkpoint:
     from huggingface_hub import HfApi
 
     api = HfApi()
-    with _one_line(repo):
+    with hub_in_one_line(repo):
         # This call does not retry, so a missing network shows at once.
         listed = api.model_info(repo, revision=revision, timeout=20, files_metadata=True).siblings
     files = {file.rfilename: file.size or 0 for file in listed or ()}
@@ -37,7 +37,7 @@ def open_hub(repo: str, revision: str | None = None) -> Checkpoint:
     tensors: dict[str, TensorHeader] = {}
     with phase(f"headers of {repo}", total=len(shards), unit="tensors", item="shard") as advance:
         for shard in shards:
-            with _one_line(repo):
+            with hub_in_one_line(repo):
                 metadata = api.parse_safetensors_file_metadata(repo, shard, revision=revision)
             found = _headers(repo, shard, files[shard], metadata)
             tensors |= found
@@ -65,12 +65,12 @@ def _headers(repo: str, shard: str, size: int, metadata: Any) -> dict[str, Tenso
 def _config(api: Any, repo: str, revision: str | None, files: dict[str, int]) -> dict[str, Any]:
     if "config.json" not in files:
         return {}
-    with _one_line(repo):
+    with hub_in_one_line(repo):
         return read_json(Path(api.hf_hub_download(repo, "config.json", revision=revision)))
 
 
 @contextmanager
-def _one_line(repo: str) -> Iterator[None]:
+def hub_in_one_line(repo: str) -> Iterator[None]:
     """Turn what the Hub client raises into one line."""
     from huggingface_hub import errors as hub
 

@@ -6,8 +6,10 @@ over is one tail bucket, with mass ``1 - sum``. Everything holds position by pos
 
 Each divergence is summed as ``p (e^d - 1 - d)`` with ``d = ln(q / p)``: both sides' masses add up to 1, so the sum is
 the same and no term is negative. The mass of a tail is known only to the rounding of the known log-probabilities
-(``resolution``). A teacher's tail below it is joined with the most probable known id, and a candidate's tail below it
-counts as that much: both only lower a bound, and `Bound.rounded` says where it happened.
+(``resolution``). A teacher's tail below it is joined with the most probable known id; a candidate's counts as whatever
+within its rounding gives the least divergence, and each term gives up what the rounding of its log-probabilities may
+have added. All that only lowers a bound, which so stays below the KL always; `Bound.rounded` says where a tail was
+below the resolution.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 #: Mass that sums of float64 log-probabilities resolve, and sums of fp32 ones (a server's).
-FLOAT64_RESOLUTION = 1e-15
+FLOAT64_RESOLUTION = 1e-14
 FP32_RESOLUTION = 1e-6
 #: ln(lambda) lies within this; halved so often, the interval is as narrow as float64 tells apart.
 LN_RANGE, HALVINGS = 690.0, 64
@@ -58,10 +60,9 @@ def lower_bound(lp_TK: np.ndarray, lq_TK: np.ndarray, *, resolution: float = FLO
         gap = np.where(inside & (p > 0), p * np.expm1(lq - lp), gap)
     rest_p = np.where(folded, 1.0 - np.where(inside, p, 0.0).sum(-1), tail_p)
     rest_q = rest_p - gap.sum(-1)
-    counted_q = np.maximum(rest_q, resolution)
-    kl = np.where(inside, _cell(lp, lq), 0.0).sum(-1) + _bucket(rest_p, counted_q) - (counted_q - rest_q)
+    cells = np.where(inside, _least_cell(lp, lq, resolution), 0.0).sum(-1)
     return Bound(
-        kl=kl,
+        kl=cells + _least_bucket(rest_p, rest_q, resolution),
         mass_p=p.sum(-1),
         mass_q=q.sum(-1),
         tail_p=tail_p,
@@ -77,11 +78,27 @@ def _cell(lp: np.ndarray, lq: np.ndarray) -> np.ndarray:
         return np.where(lp > -np.inf, np.exp(lp) * (np.expm1(d) - d), np.exp(lq))
 
 
+def _least_cell(lp: np.ndarray, lq: np.ndarray, resolution: float) -> np.ndarray:
+    """`_cell`, less what the rounding of two log-probabilities may add: its derivative is ``q - p`` in ``d``."""
+    with np.errstate(all="ignore"):
+        unit = resolution / 8
+        cell = _cell(lp, lq)
+        slip = unit * (np.abs(lp) + np.abs(lq)) * np.abs(np.exp(lq) - np.exp(lp)) + unit * np.abs(lp) * cell
+        return np.where(np.isfinite(slip), np.maximum(cell - slip, 0.0), cell)
+
+
+def _least_bucket(p: np.ndarray, q: np.ndarray, error: float) -> np.ndarray:
+    """The least `_bucket` of ``p`` with any mass within ``error`` of ``q``; it falls towards ``p``."""
+    low = np.maximum(q, 0.0)
+    return np.maximum(_bucket(p, np.clip(p, low - error, low + error)), 0.0)
+
+
 def _bucket(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """`_cell` of masses; ``ln(q / p)`` from their difference, which keeps its digits where they are nearly equal."""
     with np.errstate(all="ignore"):
         e = (q - p) / p
-        return np.where(p > 0, p * (e - np.log1p(e)), q)
+        log = np.where(e > -0.5, np.log1p(e), np.log(q) - np.log(p))
+        return np.where(p > 0, p * (e - log), q)
 
 
 def _top(logs_TK: np.ndarray) -> np.ndarray:
@@ -117,7 +134,7 @@ def capped_bound(
     lp, lq = np.where(has_p, lp_TK, -np.inf), np.where(has_q, lq_TK, -np.inf)
     p, q = np.exp(lp), np.exp(lq)
     tail_p = np.maximum(_tail(lp, p, _top(lp)), 0.0)
-    tail_q = np.maximum(_tail(lq, q, _top(lq)), resolution)
+    tail_q = np.maximum(_tail(lq, q, _top(lq)), 0.0) + resolution
     problem = _Capped(
         p_TK=_gathered(p, has_p & ~has_q),
         q_TK=_gathered(q, has_q & ~has_p),
@@ -127,11 +144,12 @@ def capped_bound(
         tail_q_T=tail_q,
     )
     x, y, r, s = problem.solve()
-    both = np.where(has_p & has_q, _cell(lp, lq), 0.0).sum(-1)
+    both = np.where(has_p & has_q, _least_cell(lp, lq, resolution), 0.0).sum(-1)
     cells = _bucket(problem.p_TK, x).sum(-1) + _bucket(y, problem.q_TK).sum(-1) + _bucket(r, s)
     # Both sides' sums are 1 only up to rounding: what they differ by is put back.
     total_p, total_q = p.sum(-1) + y.sum(-1) + r, q.sum(-1) + x.sum(-1) + s
-    return both + cells + (total_p - total_q)
+    capped = both + cells + (total_p - total_q) - resolution
+    return np.maximum(capped, lower_bound(lp_TK, lq_TK, resolution=resolution).kl)
 
 
 def _gathered(values_TK: np.ndarray, mask_TK: np.ndarray) -> np.ndarray:

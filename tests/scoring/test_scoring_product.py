@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from fractions import Fraction
+from pathlib import Path
 
 import llvmlite.binding as llvm
+import numba
 import numpy as np
 import pytest
 import torch
@@ -104,8 +106,9 @@ def test_rows_of_an_aligned_array() -> None:
         assert width <= out.shape[1] < width + 32
 
 
-def test_digits_do_not_depend_on_the_width_of_a_register(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_do_not_depend_on_the_width_of_a_register(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same file compiled for the other width: LLVM splits vectors that a processor does not have."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     other = {8: 16, 16: 8}[packed.WIDE]
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: {"avx512f": other == 16})
     spec = importlib.util.spec_from_file_location("packed_at_another_width", packed.__file__)

@@ -20,6 +20,7 @@ from tests.fault_cases import (
     numeric,
     placement,
     report,
+    sent,
     served,
     serving,
     state,
@@ -50,6 +51,7 @@ CLASSES = (
     placement,
     models,
     heads,
+    sent,
 )
 ROWS: list[Fault] = [row for module in CLASSES for row in module.ROWS]
 

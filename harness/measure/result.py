@@ -31,6 +31,8 @@ from harness.types import SCORE_DTYPES, Check, Engine, EngineIdentity, Estimator
 
 #: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
 OUTSIDE = 1e-6
+#: No rounding of weights comes that near; only the same weights do, through another engine or another file.
+TWIN = 1e-7
 SAME_MODEL = "KL is exactly 0 at every position: candidate and teacher are the same model"
 
 
@@ -109,6 +111,7 @@ def build_measurement(
             *_differs_note(differs),
             *_padding_notes(scores),
             *_same_model(counts, len(scores), role),
+            *(_twin(scores, counts, identity, capture.identity) if role == "candidate" else ()),
         ],
     )
     measurement = with_registration(measurement, yardstick.folder, begun)
@@ -182,6 +185,21 @@ def _finite_only(scores: Scores, counts: dict[str, int]) -> dict[str, float]:
 
 def _same_model(counts: dict[str, int], positions: int, role: Role) -> list[str]:
     return [SAME_MODEL] if role != "floor" and counts["zero_kl"] == positions else []
+
+
+def _twin(scores: Scores, counts: dict[str, int], identity: EngineIdentity, teacher: EngineIdentity) -> list[str]:
+    """A KL as small as that of one model with itself, where the digests say that there are two."""
+    kl = scores.kl[np.isfinite(scores.kl)]
+    other = identity.weights_sha256 != teacher.weights_sha256
+    said = counts["zero_kl"] == len(scores) and identity.lane != "served"
+    if not len(kl) or said or not other or float(kl.mean()) >= TWIN:
+        return []
+    return [
+        f"KL {float(kl.mean()):.1e} is that of a model with itself, and {identity.model} has other weights than the "
+        "teacher by their digests: see that the server does not serve the teacher"
+        if identity.lane == "served"
+        else f"KL {float(kl.mean()):.1e} is that of a model with itself: {identity.model} stores the teacher's numbers"
+    ]
 
 
 def _left_out(teacher: TeacherModel | Capture, candidate: ModelFolder | None) -> list[str]:

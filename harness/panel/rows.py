@@ -56,15 +56,21 @@ def windows_of(document: Document, recipe: Recipe, bos: Bos) -> list[Window]:
     """All full, disjoint windows of a document, in order; the last exact one included.
 
     With the tokenizer's own policy a document that already starts with BOS (a chat template wrote it) keeps
-    that one; under ``always`` it would get a second, which `check_bos` refuses.
+    that one, and its other windows get it too; under ``always`` it would get a second, which `check_bos` refuses.
     """
     ids_T = document.ids_T
-    skipped = int(recipe.bos == "tokenizer" and bos.added and len(ids_T) > 0 and ids_T[0] == bos.token_id)
-    body = recipe.length - int(bos.added)
-    head = np.array([bos.token_id] if bos.added else [], dtype=np.int32)
+    own = recipe.bos == "tokenizer" and len(ids_T) > 0 and bos.token_id is not None and ids_T[0] == bos.token_id
+    added, skipped = bos.added or own, int(own)
+    body = recipe.length - int(added)
+    head = np.array([bos.token_id] if added else [], dtype=np.int32)
     starts = range(skipped, len(ids_T) - body + 1, body)
+    # The first window of a document that writes its BOS itself begins with it, so with the document.
     return [
-        Window(document=document.name, start=s, ids_T=np.concatenate([head, ids_T[s : s + body]]).astype(np.int32))
+        Window(
+            document=document.name,
+            start=s if s > 1 or bos.added else 0,
+            ids_T=np.concatenate([head, ids_T[s : s + body]]).astype(np.int32),
+        )
         for s in starts
     ]
 
@@ -142,10 +148,11 @@ def check_lengths(rows: Sequence[Row], length: int) -> None:
 
 
 def check_bos(rows: Sequence[Row], recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse two BOS in front, and none where the tokenizer wants one."""
+    """Refuse two BOS in front, none where the tokenizer wants one, and one in a part of a document's rows."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return
+    _check_all_or_none(rows, bos)
     for row in rows:
         first = [int(token) for token in row.ids_T[:2]]
         if first == [bos, bos] and not recipe.allow_double_bos:
@@ -158,6 +165,20 @@ def check_bos(rows: Sequence[Row], recipe: Recipe, tokenizer: Tokenizer) -> None
                 f"missing BOS at row {row.index} ({row.document}): the tokenizer adds {bos}, the row starts with "
                 f"{first[0]}",
                 'set bos = "tokenizer", or allow_missing_bos = true if the model is really used without',
+            )
+
+
+def _check_all_or_none(rows: Sequence[Row], bos: int) -> None:
+    """A BOS that a text or a template writes is in a document's first window alone: another context than the rest."""
+    seen: dict[str, Row] = {}
+    for row in rows:
+        first = seen.setdefault(row.document, row)
+        if (int(row.ids_T[0]) == bos) != (int(first.ids_T[0]) == bos):
+            with_it, without = (first, row) if int(first.ids_T[0]) == bos else (row, first)
+            raise PanelError(
+                f"row {with_it.index} of {row.document} starts with BOS and row {without.index} of it does not",
+                'set bos = "tokenizer": every row then gets the BOS that the text or its template writes at the '
+                "beginning; or rows_per_document = 1",
             )
 
 

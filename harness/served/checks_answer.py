@@ -33,6 +33,7 @@ def check_whole(row: Row, answer: ServedRow, k: int, vocab_size: int | None) -> 
     check_counts(row, answer, k, vocab_size)
     check_numbers(answer)
     check_vocabulary(row, answer, vocab_size, None)
+    check_reach(answer, vocab_size)
 
 
 def check_tokens(row: Row, answer: ServedRow) -> Check:
@@ -123,6 +124,31 @@ def check_mass(answer: ServedRow, vocab_size: int | None) -> Check:
     return Check(
         name="sum of probabilities", passed=True, figure=f"mean {mean:.6f}, from {low:.6f} to {mass_T[at]:.6f}"
     )
+
+
+def check_reach(answer: ServedRow, vocab_size: int | None) -> Check:
+    """The listed probabilities, and at most the last one for each id that is not listed, can add up to 1.
+
+    So it is for every distribution; raw logits, log-probabilities that were scaled or shifted, and lists with values
+    masked fall short of it somewhere.
+    """
+    name = "log-probabilities of a distribution"
+    if vocab_size is None:
+        return Check(name=name, passed=True, figure="not known: the size of the vocabulary is not")
+    listed = answer.ids_TK >= 0
+    logs = np.where(listed, answer.logprobs_TK, -np.inf)
+    mass_T = np.exp(logs).sum(axis=1)
+    last_T = np.exp(np.where(listed, answer.logprobs_TK, np.inf).min(axis=1))
+    reach_T = mass_T + np.maximum(vocab_size - listed.sum(axis=1), 0) * last_T
+    at = int(reach_T.argmin())
+    if reach_T[at] < 1 - MASS_TOLERANCE:
+        raise ScoreError(
+            f"row {answer.index}, position {at}: {int(listed[at].sum())} ids hold {mass_T[at]:.4g}, and {vocab_size:,} "
+            f"cannot hold more than {reach_T[at]:.4g}: no log-probabilities, but logits, or scaled, shifted or masked "
+            "values",
+            "ask for raw log-probabilities (vLLM: --logprobs-mode raw_logprobs; SGLang: no logit processors)",
+        )
+    return Check(name=name, passed=True, figure=f"every position can add up to 1, the tightest to {reach_T[at]:.6f}")
 
 
 def check_target(row: Row, answer: ServedRow) -> Check:

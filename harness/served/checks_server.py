@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 
+from harness.engines.models import ModelFolder
 from harness.errors import EngineError
 from harness.served.address import headers
+from harness.served.identity import base_name
 from harness.served.seam import Capabilities, ServedRow
 from harness.types import UNKNOWN, Check, EngineIdentity, Row
 
@@ -93,6 +95,33 @@ def check_speculative(identity: EngineIdentity, software: str) -> Check:
             f"the server decodes speculatively ({setting})", f"start it {option(software, 'speculative')}"
         )
     return Check(name=name, passed=True, figure="off")
+
+
+def check_mode(identity: EngineIdentity) -> Check:
+    """What the server says that it writes where log-probabilities are asked for."""
+    name, mode = "raw log-probabilities", identity.settings.get("logprobs_mode", UNKNOWN)
+    if mode in (UNKNOWN, None):
+        return Check(name=name, passed=True, figure=UNPROVEN, note="the server tells no mode; the sums are checked")
+    if mode != "raw_logprobs":
+        raise EngineError(
+            f"the server writes {mode} where log-probabilities are asked for",
+            "start it with --logprobs-mode raw_logprobs",
+        )
+    return Check(name=name, passed=True, figure=str(mode))
+
+
+def check_model(identity: EngineIdentity, named: ModelFolder) -> Check:
+    """The model that the server says it has read is the one whose digests go into the receipt."""
+    name = "the server's model is the one named"
+    known = {base_name(text) for text in (named.name, str(named.path), str(named.path.resolve()))}
+    if identity.model in known:
+        return Check(name=name, passed=True, figure=identity.model, note="by its name; no server tells a digest")
+    return Check(
+        name=name,
+        passed=False,
+        figure="not proven",
+        note=f"the server says that it serves {identity.model}, the digests here are those of {named.name}",
+    )
 
 
 def check_cached(answers: Iterable[ServedRow], software: str) -> Check:

@@ -24,12 +24,12 @@ from harness.measure.rows import finished_rows, join_rows, require_room, write_r
 from harness.measure.run import MEASUREMENT, Candidate, Result, find_candidate
 from harness.measure.teacher import Yardstick, find_yardstick, load_teacher
 from harness.progress import phase
-from harness.served.checks_server import load_of
+from harness.served.checks_server import check_model, load_of
 from harness.served.connect import connect
 from harness.served.floor import Lane, floor_of, require_same_weights
 from harness.served.identity import ServedWeights
 from harness.served.known_ids import AskedIds, ask_of
-from harness.served.preflight import check_row, check_served
+from harness.served.preflight import check_row, check_served, require_k
 from harness.served.score import receipt_extras, score_served
 from harness.served.seam import ServedEngine, ServedRow
 from harness.store import folder_lock
@@ -133,6 +133,7 @@ def measure_served(request: ServedRequest) -> Result:
 def _measure(run: _Run) -> Measurement:
     """Capture, preflight, rows, receipt, bookkeeping."""
     leg, yardstick = time.time(), run.yardstick
+    require_k(run.engine, yardstick.rows, run.request.k)
     begun = begin(run.folder, run.key)
     require_room(run.folder, yardstick.rows)
     capture, reproduced, told = yardstick.captured(run.request.device)
@@ -205,7 +206,8 @@ def _key(request: ServedRequest, engine: ServedEngine, yardstick: Yardstick) -> 
 
 def _preflight(run: _Run, capture: Capture) -> list[Check]:
     longest = max(run.yardstick.rows, key=lambda row: len(row.ids_T))
-    return check_served(
+    named = [] if run.candidate is None else [check_model(run.engine.identity, run.candidate.located)]
+    return named + check_served(
         run.engine,
         run.yardstick.rows,
         k=run.request.k,

@@ -6,7 +6,7 @@ Nothing is stored and nothing is scored here; `harness.served.probes` says what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -71,6 +71,19 @@ def check_served(
     return checks
 
 
+def require_k(engine: ServedEngine, rows: Sequence[Row], k: int) -> None:
+    """Ask for ``k`` tokens on a row of two, before a teacher is run for a server that will not give them.
+
+    Raises:
+        EngineError: the server's cap, or its refusal.
+    """
+    server.check_cap(engine.capabilities, k)
+    shortest = min(rows, key=lambda row: len(row.ids_T))
+    begun = replace(shortest, ids_T=shortest.ids_T[:2])
+    for _ in engine.run([begun], k=k, ask=None):
+        pass
+
+
 def check_row(row: Row, answer: ServedRow, *, k: int, vocab_size: int | None, software: str = UNKNOWN) -> None:
     """What every row must pass before it is scored and stored: its tokens, counts, numbers, ids; nothing from a cache.
 
@@ -111,6 +124,7 @@ def _about_server(engine: ServedEngine, rows: Sequence[Row], k: int, vocab_size:
     yield "k within the server's cap", partial(server.check_cap, can, k)
     yield "rows fit the server's context", partial(server.check_context, can, rows)
     yield "speculative decoding is off", partial(server.check_speculative, engine.identity, can.software)
+    yield "raw log-probabilities", partial(server.check_mode, engine.identity)
     yield "the server's memory", partial(server.check_memory, rows, vocab_size)
 
 
@@ -127,6 +141,7 @@ def _about_answer(
     yield "finite log-probabilities", partial(answers.check_numbers, first)
     yield "ids of the vocabulary", partial(answers.check_vocabulary, row, first, vocab_size, tokenizer_size)
     yield "sum of probabilities", partial(answers.check_mass, first, vocab_size)
+    yield "log-probabilities of a distribution", partial(answers.check_reach, first, size)
     yield "targets agree with the lists", partial(answers.check_target, row, first)
     yield "NLL is a language model's", partial(answers.check_language_model, first, size)
     yield "NLL at shift 0 is the lowest", partial(answers.check_position, row, first)

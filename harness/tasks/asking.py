@@ -61,9 +61,13 @@ def encode_prompts(instances: Sequence[Any], encode: Encode, prefix_token: int |
     return [_prompt(instance, encode, prefix_token, contexts) for instance in instances]
 
 
+def _where(instance: Any) -> str:
+    return f"{instance.task_name}, document {instance.doc_id}, choice {instance.idx}"
+
+
 def _prompt(instance: Any, encode: Encode, prefix_token: int | None, contexts: dict[str, tuple[int, ...]]) -> Prompt:
     context, answer = instance.args
-    where = f"{instance.task_name}, document {instance.doc_id}, choice {instance.idx}"
+    where = _where(instance)
     if not context:
         if prefix_token is None:
             raise EngineError(
@@ -97,6 +101,31 @@ def refuse_long(prompts: Sequence[Prompt], limit: int | None, *, extra: int = 0)
             f"{len(long)} prompts do not fit a context of {limit} tokens; the longest has {longest.tokens + extra} "
             f"({longest.where})",
             "serve or load the model with a longer context, or ask with fewer shots",
+        )
+
+
+#: Tokens that lm-eval's models generate where nothing is said.
+_GENERATED = 256
+
+
+def refuse_long_generation(requests: Sequence[Any], model: TemplateLM, limit: int | None) -> None:
+    """Refuse prompts that leave no room for what is to be generated after them."""
+    if limit is None:
+        return
+    long: list[tuple[int, int, str]] = []
+    for request in requests:
+        context, options = request.args
+        given = options or {}
+        room = given.get("max_gen_toks") or given.get("max_new_tokens") or getattr(model, "max_gen_toks", _GENERATED)
+        tokens = len(model.tok_encode(context))
+        if tokens + int(room) > limit:
+            long.append((tokens, int(room), _where(request)))
+    if long:
+        tokens, room, where = max(long)
+        raise EngineError(
+            f"{len(long)} prompts do not fit a context of {limit} tokens; the longest has {tokens}, and {room} are to "
+            f"be generated ({where})",
+            "serve or load the model with a longer context, or ask with fewer shots or a smaller max_gen_toks",
         )
 
 
@@ -249,6 +278,11 @@ class AskingLM(LM):
         return values
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """Greedy generation by the inner model; not stored (a text may quote its question), so not resumed."""
+        """Greedy generation by the inner model; not stored (a text may quote its question), so not resumed.
+
+        Raises:
+            EngineError: a prompt and the tokens to generate do not fit: lm-eval would cut the prompt's beginning.
+        """
+        refuse_long_generation(requests, self.inner, self._limit)
         texts: list[str] = self.inner.generate_until(requests, disable_tqdm=True)
         return texts

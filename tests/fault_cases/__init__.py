@@ -20,5 +20,6 @@ CLASSES = (
     "placement",
     "heads",
     "ways",
+    "sent",
 )
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

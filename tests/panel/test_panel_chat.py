@@ -107,3 +107,27 @@ def test_a_template_that_raises_is_reported(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "t", template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(PanelError, match="the chat template failed: roles must alternate"):
         build_panel(chat_panel(tmp_path / "p", tokenizer))
+
+
+LONG = [{"role": role, "content": words(30, seed)} for seed, role in enumerate(("user", "assistant") * 3)]
+
+
+def test_fault_c12_a_templates_bos_is_in_every_row_of_its_document_or_in_none(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """The template writes BOS once: windows after the first would start without one, in silence."""
+
+    def panel(name: str, bos: str) -> Path:
+        body = '[[sources]]\nkind = "chat"\ndomain = "chat"\nrows = 5\nrows_per_document = 9\nlicense = "none"\n'
+        text = json.dumps({"messages": LONG})
+        body += 'files = ["c.json"]\n'
+        return make_panel(
+            tmp_path / name, files={"c.json": text}, body=body, rows=5, tokenizer=str(tokenizer_folder), bos=bos
+        )
+
+    with pytest.raises(PanelError, match=r"of c\.json#?0? ?.*starts with BOS and row \d of it does not"):
+        build_panel(panel("never", "never"))
+    bos = load_tokenizer(tokenizer_folder).bos_token_id
+    rows = build_panel(panel("tokenizer", "tokenizer")).rows
+    assert len(rows) == 5 and all(row.ids_T[0] == bos for row in rows)
+    assert all(bos not in row.ids_T[1:] for row in rows)

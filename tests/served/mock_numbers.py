@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Faults:
         nan_at: a position of every row whose next token has NaN.
         null_at: a position of every row that has null where its entries belong.
         beyond: how many ids past the vocabulary are likely tokens.
+        told: what is told in place of log-probabilities, made from them: ``[T - 1, V]`` to the same.
         cap: most log-probabilities a position; None is no cap.
         context: tokens that fit, prompt and answer together.
         tells_context: whether the context length is told.
@@ -62,6 +63,7 @@ class Faults:
     null_at: int | None = None
     beyond: int = 0
     cap: int | None = None
+    told: Callable[[torch.Tensor], torch.Tensor] | None = None
     context: int = 2048
     tells_context: bool = True
 
@@ -129,6 +131,8 @@ class Numbers:
 
     def _spoiled(self, logprobs_TV: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
         """Faults of what is told about it."""
+        if self.faults.told is not None:
+            logprobs_TV = self.faults.told(logprobs_TV)
         if self.faults.speculative:
             logprobs_TV = torch.zeros_like(logprobs_TV)
         if self.faults.nan_at is not None:

@@ -152,6 +152,8 @@ class EngineIdentity:
     device: str
     settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     config_sha256: str = UNKNOWN
+    #: The format that the weights were rounded to before they were read (``Q4_1``, ``FP8``); empty where none is known.
+    quantised: str = ""
 
 
 class Engine(Protocol):

@@ -15,6 +15,8 @@ from harness.cli.options import (
     JsonOption,
     KnownPanelOption,
     RunsOption,
+    SignOption,
+    sign_receipts,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def card(
         typer.Option("--positions/--no-positions", help="Copy positions.parquet too: strangers can verify."),
     ] = False,
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw pictures, or tables only.")] = True,
+    sign: SignOption = None,
 ) -> None:
     """Write a model card from receipts: tables, pictures, front matter."""
     from harness.report.card import Options, collect
@@ -69,12 +72,16 @@ def card(
     for warning in made.warnings:
         typer.echo(f"note: {warning}", err=True)
     typer.echo(f"wrote {out.name}/README.md")
+    sign_receipts(out, sign)
 
 
 def verify(
     path: Annotated[Path, typer.Argument(help="A run folder, a comparison folder, or a card's folder.")],
     run: RunsOption = None,
     panel: KnownPanelOption = None,
+    signers: Annotated[
+        Path | None, typer.Option(help="File of allowed signers: each receipt must be signed by one of them.")
+    ] = None,
     seal: Annotated[
         bool,
         typer.Option("--seal", help="Seal records that are older than seals, where all that can be checked holds."),
@@ -95,7 +102,17 @@ def verify(
         typer.echo(json.dumps(record(outcome), indent=1, ensure_ascii=False))
     else:
         _show(outcome)
-    raise typer.Exit(0 if outcome.ok else 1)
+    signed = True if signers is None else _signatures(path, signers)
+    raise typer.Exit(0 if outcome.ok and signed else 1)
+
+
+def _signatures(path: Path, signers: Path) -> bool:
+    from harness.verify.signature import check_signatures
+
+    found = check_signatures(path if path.is_dir() else path.parent, signers)
+    for one in found:
+        typer.echo(f"signed      {one.file} by {one.signer}" if one.signer else f"NOT SIGNED  {one.file} {one.problem}")
+    return all(one.signer for one in found)
 
 
 def report(

@@ -14,7 +14,9 @@ from harness.cli.options import (
     JsonOption,
     KnownPanelOption,
     OutOption,
+    SignOption,
     TailRangeOption,
+    sign_receipts,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def compare(
     tail_range: TailRangeOption = None,
     teacher_tasks: Annotated[Path | None, typer.Option(help="Task runs alone: the teacher's own task run.")] = None,
     as_json: JsonOption = False,
+    sign: SignOption = None,
 ) -> None:
     """Compare measurements on one panel: paired differences, verdicts, and where the difference lies.
 
@@ -50,6 +53,7 @@ def compare(
     folder = out or Path("reports") / default_name(found)
     tasks = tasks_of_comparison(found, runs)
     report = write(folder, found, tasks)
+    sign_receipts(folder, sign)
     if as_json:
         typer.echo((folder / "comparison.json").read_text(), nl=False)
     else:

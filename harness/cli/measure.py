@@ -23,7 +23,9 @@ from harness.cli.options import (
     RowsOption,
     SamplesOption,
     ServedModelOption,
+    SignOption,
     UrlOption,
+    sign_receipts,
 )
 from harness.progress import console
 
@@ -63,6 +65,7 @@ def measure(
     allow_nonfinite: Annotated[
         bool, typer.Option(help="Print the mean over finite positions, and their share.")
     ] = False,
+    sign: SignOption = None,
 ) -> None:
     """Measure a quant against its teacher over a panel: exactly, or what a server gives of it."""
     if candidate is None and engine == "reference":
@@ -83,6 +86,7 @@ def measure(
             )
         how = {"compute": compute_dtype, "device": device, "packed": packed, "engine": engine}
         result = _in_process(candidate, memory_budget, **how, **common)
+    sign_receipts(result.folder, sign)
     show(result, as_json, allow_nonfinite)
 
 

@@ -53,6 +53,10 @@ ConcurrencyOption = Annotated[
     ),
 ]
 
+SignOption = Annotated[
+    Path | None, typer.Option("--sign", metavar="KEY", help="Sign the receipts with this private SSH key.")
+]
+
 # What stands beside it.
 
 FloorOption = Annotated[
@@ -80,3 +84,13 @@ OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to w
 #: Where nothing can be guessed.
 IntoOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script instead of tables.")]
+
+
+def sign_receipts(folder: Path, key: Path | None) -> None:
+    """Sign what a command wrote, where a key was given."""
+    if key is None:
+        return
+    from harness.verify.signature import sign
+
+    for name in sign(folder, key.expanduser()):
+        typer.echo(f"signed {name}", err=True)

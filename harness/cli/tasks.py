@@ -17,6 +17,8 @@ from harness.cli.options import (
     PackedOption,
     RevisionOption,
     ServedModelOption,
+    SignOption,
+    sign_receipts,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def tasks(
     memory_budget: BudgetOption = None,
     seal: Annotated[bool, typer.Option("--seal", help="Seal the suite instead: hash every prompt, no model.")] = False,
     as_json: JsonOption = False,
+    sign: SignOption = None,
 ) -> None:
     """Run a suite of lm-eval tasks (MMLU, GPQA, ...) on a model."""
     from harness.errors import UsageError
@@ -77,6 +80,7 @@ def tasks(
             num_concurrent=num_concurrent,
         )
     )
+    sign_receipts(result.folder, sign)
     if as_json:
         typer.echo((result.folder / "tasks.json").read_text(encoding="utf-8"), nl=False)
         return

@@ -11,10 +11,9 @@ import re
 from pathlib import Path
 
 from harness.digest import file_digest, json_digest
-from harness.engines.models import ModelFolder, package_gguf, refuse_revision
+from harness.engines.models import ModelFolder, package_gguf, refuse_revision, rounded_to
 from harness.errors import UsageError
 from harness.panel import tokenizer_digest
-from harness.panel.gguf_metadata import gguf_scalars
 
 PACKAGE = "package:"
 #: Names of the files of a split model; llama.cpp is given the first one and finds the others beside it.
@@ -33,7 +32,8 @@ def locate_gguf(source: str, revision: str | None) -> ModelFolder:
     if source.startswith(PACKAGE):
         package = source.removeprefix(PACKAGE)
         file = package_gguf(package, revision)
-        return ModelFolder(path=file, name=file.stem, revision=f"{package}=={importlib.metadata.version(package)}")
+        installed = f"{package}=={importlib.metadata.version(package)}"
+        return ModelFolder(path=file, name=file.stem, revision=installed, quantised=rounded_to(file))
     refuse_revision(source, revision)
     path = Path(source).expanduser()
     file = _only_model(path) if path.is_dir() else path
@@ -41,7 +41,8 @@ def locate_gguf(source: str, revision: str | None) -> ModelFolder:
         raise UsageError(f"there is no GGUF file {path.name}", "name a .gguf file; fetch one with `hf download`")
     first = gguf_parts(file)[0]
     part = _PART.fullmatch(first.stem)
-    return ModelFolder(path=first, name=part["stem"] if part else first.stem, revision="local")
+    name = part["stem"] if part else first.stem
+    return ModelFolder(path=first, name=name, revision="local", quantised=rounded_to(first))
 
 
 def gguf_parts(file: Path) -> list[Path]:
@@ -65,16 +66,6 @@ def digests_of_gguf(located: ModelFolder) -> tuple[str, str]:
     """Content digests of a model's files and of the tokenizer inside them."""
     parts = [file_digest(path) for path in gguf_parts(located.path)]
     return parts[0] if len(parts) == 1 else json_digest(parts), tokenizer_digest(located.path)
-
-
-def gguf_dtype(file: Path) -> str:
-    """What a file calls its own mixture of types, such as ``Q4_K_M``; ``unknown`` where it does not say."""
-    from gguf import LlamaFileType
-
-    number = gguf_scalars(file).get("general.file_type")
-    if number is None or number not in [kind.value for kind in LlamaFileType]:
-        return "unknown"
-    return LlamaFileType(int(number)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 def _only_model(folder: Path) -> Path:

@@ -17,7 +17,7 @@ import torch
 from harness import __version__
 from harness.engines.base import device_name, model_of, refuse_long_rows, stored_dtype
 from harness.engines.head import PROBE, HeadProbe, head_of
-from harness.engines.models import ModelFolder
+from harness.engines.models import ModelFolder, quantised_as
 from harness.engines.stream_weights import Weights, skeleton
 from harness.errors import CheckpointError, EngineError
 from harness.exl3.checkpoint import open_checkpoint
@@ -223,6 +223,7 @@ def identity_of(
         version=_version(),
         head_sha256=head.sha256,
         weights_dtype=stored_dtype(located.path),
+        quantised=quantised_as(located),
         compute_dtype=str(dtype).removeprefix("torch."),
         lane="weights",
         device=device_name(device),

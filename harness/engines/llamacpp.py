@@ -21,8 +21,7 @@ import psutil
 import torch
 
 from harness.engines.base import first_line, import_optional, model_of, refuse_long_rows, version_of
-from harness.engines.gguf_files import gguf_dtype
-from harness.engines.models import ModelFolder
+from harness.engines.models import ModelFolder, gguf_dtype
 from harness.errors import EngineError, UsageError
 from harness.panel.gguf_metadata import gguf_scalars
 from harness.types import EngineIdentity, Logits, Row, RowOutputs, Want

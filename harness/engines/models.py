@@ -14,8 +14,10 @@ from typing import Literal
 import torch
 
 from harness.errors import CheckpointError, EngineError, UsageError
+from harness.exl3.checkpoint import open_checkpoint
 from harness.exl3.files import check_config
 from harness.panel import gguf_in_package
+from harness.panel.gguf_metadata import gguf_scalars
 from harness.progress import quiet_transformers
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -34,6 +36,20 @@ class ModelFolder:
     path: Path
     name: str
     revision: str
+    #: The format that a converted file's weights were rounded to, such as ``Q4_1``.
+    quantised: str = ""
+
+
+def quantised_as(located: ModelFolder) -> str:
+    """The format that a model's stored weights were rounded to; empty where they are plain numbers."""
+    if located.quantised or not located.path.is_dir():
+        return located.quantised
+    checkpoint = open_checkpoint(located.path)
+    if checkpoint.modules or checkpoint.tables:
+        return "EXL3"
+    codes = sorted({checkpoint.plain[name].dtype for name in checkpoint.scaled})
+    method = checkpoint.quantization.get("quant_method")
+    return "/".join(code.removesuffix("_E4M3").removesuffix("_E5M2") for code in codes) or str(method or "").upper()
 
 
 def locate(source: str, revision: str | None, *, cache: Path, weights_dtype: DType = "bfloat16") -> ModelFolder:
@@ -129,7 +145,8 @@ def _from_package(package: str, version: str | None, cache: Path, dtype: DType) 
     folder = cache / f"{gguf.stem}-{installed}-{dtype}"
     if not (folder / "config.json").is_file():
         convert_gguf(gguf, folder, dtype)
-    return ModelFolder(path=folder, name=gguf.stem, revision=f"{package}=={installed}")
+    revision = f"{package}=={installed}"
+    return ModelFolder(path=folder, name=gguf.stem, revision=revision, quantised=rounded_to(gguf))
 
 
 def package_gguf(package: str, version: str | None) -> Path:
@@ -142,6 +159,22 @@ def package_gguf(package: str, version: str | None) -> Path:
     if version and installed != version:
         raise EngineError(f"{package} {installed} is installed, {version} is asked for", install)
     return gguf_in_package(package)
+
+
+def gguf_dtype(file: Path) -> str:
+    """What a file calls its own mixture of types, such as ``Q4_K_M``; ``unknown`` where it does not say."""
+    from gguf import LlamaFileType
+
+    number = gguf_scalars(file).get("general.file_type")
+    if number is None or number not in [kind.value for kind in LlamaFileType]:
+        return "unknown"
+    return LlamaFileType(int(number)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
+
+def rounded_to(gguf: Path) -> str:
+    """The format that a GGUF file's weights were rounded to; empty where they are plain numbers or nothing is said."""
+    kind = gguf_dtype(gguf)
+    return "" if kind in ("F32", "F16", "BF16", "unknown") else kind
 
 
 def convert_gguf(gguf: Path, folder: Path, dtype: DType) -> None:

@@ -57,6 +57,12 @@ class SideIdentity(Strict):
     capture_sha256: str | None = None
     bytes: int | None = None
     bits_per_weight: float | None = None
+    quantised: str = ""
+
+    @property
+    def described(self) -> str:
+        """The model's name, and that it is no BF16 model where its weights were rounded before: for headlines."""
+        return f"{self.model} ({self.quantised}, not BF16)" if self.quantised else self.model
 
 
 def same_model(a: SideIdentity, b: SideIdentity) -> bool:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from harness.capture import Capture
 from harness.capture.manifest import capture_digest
 from harness.digest import file_digest
-from harness.engines.models import ModelFolder
+from harness.engines.models import ModelFolder, quantised_as
 from harness.engines.open import tokenizer_of
 from harness.environment import current_source_digest, environment, source_digest
 from harness.errors import Refused, ScoreError
@@ -92,7 +92,11 @@ def build_measurement(
         rows_planned=len(panel.rows),
         positions=len(scores),
         panel=panel_identity(panel),
-        teacher=_side(capture.identity, capture_sha256=capture_digest(capture.manifest.key, entries)),
+        teacher=_side(
+            capture.identity,
+            capture_sha256=capture_digest(capture.manifest.key, entries),
+            quantised=_teachers_format(yardstick.teacher, capture),
+        ),
         candidate=_side(identity, **({} if role == "anchor" or candidate is None else census_of(candidate))),
         scoring=dict(scoring),
         summary=summary.summarise(scores, row_N, table["position"].to_numpy(), panel_units(panel, row_N))
@@ -244,6 +248,11 @@ def _padding_notes(scores: Scores) -> list[str]:
 def _rows_of(scores: Scores, row_N: np.ndarray, row: int) -> Scores:
     mask = row_N == row
     return Scores(**{name: getattr(scores, name)[mask] for name in scores.__dataclass_fields__})
+
+
+def _teachers_format(teacher: TeacherModel | Capture, capture: Capture) -> str:
+    """What the teacher's weights were rounded to: by its files where they are here, else as its capture says."""
+    return quantised_as(teacher.located) if isinstance(teacher, TeacherModel) else capture.identity.quantised
 
 
 def _side(identity: EngineIdentity, **extra: object) -> SideIdentity:

@@ -305,7 +305,8 @@ def _side(side: SideIdentity) -> str:
     revision = side.revision or "an unknown revision"
     engine = " ".join(part for part in (side.engine, side.version) if part)
     return (
-        f"{side.model} at {revision}, {side.weights_dtype or 'unknown'} weights, "
+        f"{side.model} at {revision}, {side.weights_dtype or 'unknown'} weights"
+        f"{f' rounded to {side.quantised} before' if side.quantised not in ('', 'EXL3') else ''}, "
         f"{side.compute_dtype or 'unknown'} arithmetic, engine {engine}"
     )
 

@@ -171,10 +171,11 @@ def build_card(
     base_model = options.base_model or (basis.teacher.model if HUB_ID.fullmatch(basis.teacher.model) else None)
     block = render(
         "card.md.j2",
-        glance=_glance(home, subject, side, base_model, sections[0]["quality"], benchmarks),
+        glance=_glance(home, subject, side, sections[0]["quality"], benchmarks),
         sections=sections,
         pictures=pictures,
         tasks=benchmarks,
+        checking=_checking(options),
     )
     name = options.model_name or _model_name(options.repo or side.model, subject)
     keys = our_keys(
@@ -186,6 +187,28 @@ def build_card(
     warnings = [] if base_model else [f"{basis.teacher.model} is no Hub id: base_model is left out (--base-model)"]
     files = hub_files(benchmarks.subject, options.repo) if benchmarks else {}
     return Card(block=block, keys=keys, files=files, warnings=warnings)
+
+
+def _checking(options: Options) -> list[str]:
+    """How a stranger checks the card: where its receipts are, and the command."""
+    where = f"`{FOLDER}/` beside this file"
+    fetch = [f"hf download {options.repo} --include 'README.md' '{FOLDER}/*' --local-dir card"] if options.repo else []
+    held = (
+        "with every scored position (positions.parquet), from which all numbers are computed again"
+        if options.positions
+        else "without positions.parquet: its SHA-256 is in each receipt, and who has the file can compute all again"
+    )
+    return [
+        f"The receipts lie in {where}, {held}. With the exl3-fidelity harness:",
+        "",
+        "```",
+        *fetch,
+        "fidelity verify " + ("card" if options.repo else "FOLDER_OF_THIS_FILE"),
+        "```",
+        "",
+        "A receipt's seal shows that it was changed after it was written; it says nothing of who wrote it. Where "
+        "signatures (`*.sig`) lie beside the receipts, `fidelity verify --signers FILE` does.",
+    ]
 
 
 def _arms(part: Part) -> list[tuple[str, str]]:
@@ -272,7 +295,6 @@ def _glance(
     part: Part,
     subject: str,
     side: SideIdentity,
-    base_model: str | None,
     table: Quality,
     tasks: TaskTable | None,
 ) -> Table:
@@ -283,7 +305,7 @@ def _glance(
         ("Model", side.model if side.model.endswith(subject) else f"{subject}: {side.model}"),
         ("Bits per weight, counted in the tensors", rate),
         ("Size", size_text(side.bytes)),
-        ("Teacher", f"{base_model or basis.teacher.model} at {basis.teacher.revision or 'an unknown revision'}"),
+        ("Teacher", f"{basis.teacher.described} at {basis.teacher.revision or 'an unknown revision'}"),
         ("Distance from the teacher", _distance(part, subject)),
     ]
     if part.comparison is not None:

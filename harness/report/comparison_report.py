@@ -87,7 +87,7 @@ def how(comparison: Comparison) -> list[str]:
         f"Estimator {comparison.estimator.replace('_', ' ')}, lane {comparison.lane}.",
         f"Panel {panel.name}, SHA-256 {panel.sha256}; {len(on.rows)} rows, {count(on.positions)} positions a side, "
         f"compared by {'position' if on.basis == 'positions' else 'published row means'}.",
-        f"Teacher {comparison.teacher.model} at {comparison.teacher.revision or 'unknown revision'}.",
+        f"Teacher {comparison.teacher.described} at {comparison.teacher.revision or 'unknown revision'}.",
         f"Intervals of differences: {interval} over {s.units} {s.unit}s, {s.confidence:.0%}. Beside them the expanded "
         f"percentile bootstrap: {s.resamples} paired resamples from one matrix, seed {s.seed}.",
         "Better or worse: the interval leaves 0. Equivalent: the 90% interval lies inside the margin. Else undecided.",

@@ -112,7 +112,7 @@ def default_folder(found: Estimators) -> Path:
 def write(folder: Path, found: Estimators) -> Path:
     """Write estimators.md and, where runs differ in k, the picture as PNG and SVG; returns the report's path."""
     m = found.columns[0].run.m
-    blocks = [f"# Estimators of {cell(m.candidate.model)} against {cell(m.teacher.model)}"]
+    blocks = [f"# Estimators of {cell(m.candidate.model)} against {cell(m.teacher.described)}"]
     blocks += [
         f"Panel {cell(m.panel.name)}, SHA-256 `{m.panel.sha256}`, {m.rows_measured} of {m.rows_planned} rows. "
         f"`{m.direction}`."
@@ -233,7 +233,7 @@ def table(columns: Sequence[Column], log_range: float | None = None) -> Table:
 def title_of(columns: Sequence[Column]) -> str:
     """``One candidate, 3 estimators``, with the panel."""
     m = columns[0].run.m
-    return f"{m.candidate.model} against {m.teacher.model} on {m.panel.name}: {len(columns)} numbers, a column each"
+    return f"{m.candidate.model} against {m.teacher.described} on {m.panel.name}: {len(columns)} numbers, a column each"
 
 
 def _drawing(c: Column) -> str:

@@ -134,7 +134,7 @@ def run_page(folder: Path, decoder: Decoder | None = None) -> Page:
     part = Part(comparison=None, measurement=m, runs=(folder,))
     every_row = found.rows.choose(*(name for name in found.rows.header if name != NOT_FINITE))
     return Page(
-        title=f"{m.candidate.model} against {m.teacher.model}",
+        title=f"{m.candidate.model} against {m.teacher.described}",
         lead=f"Measurement {m.name}, key {m.key[:12]}. KL(teacher‖candidate) in nats.",
         labels=labels_of(basis, m.label),
         tables=[found.headline, *([found.bound] if found.bound else []), found.counts],

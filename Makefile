@@ -17,7 +17,7 @@ SUITE ?= quick
 DATA ?=
 PARTS ?=
 VLLM := .venv-vllm/bin/python
-.PHONY: help panel compare tasks card bench examples test test-vllm lint doctor clean
+.PHONY: help panel compare tasks card bench coverage examples test test-vllm lint doctor clean
 help:
 	@echo "make panel                                   set up, then measure the built-in example"
 	@echo "make panel CANDIDATE=... TEACHER=... PANEL=...  measure your own quant (ROWS=4 for a quick look)"
@@ -25,6 +25,7 @@ help:
 	@echo "make tasks CANDIDATE=... SUITE=quick DATA=...   MMLU and GPQA through lm-eval (SUITE=mmlu-dev needs no data)"
 	@echo "make card RUNS='RUN RUN' DIR=reports/card    the model card's tables"
 	@echo "make bench                                   speed and accuracy of the kernels on this machine"
+	@echo "make coverage                                how often intervals and verdicts are right, by simulation"
 	@echo "make examples PARTS='card tasks'              the committed examples anew (an hour; see reports/examples/README.md)"
 	@echo "make panel ENGINE=vllm URL=http://localhost:8000 CANDIDATE=... TEACHER=...   what a server gives of it"
 	@echo "make test-vllm                               the tests against a real vLLM server on this CPU"
@@ -50,6 +51,9 @@ tasks: .venv/.ready
 
 card: .venv/.ready
 	@$(BIN)/fidelity card $(RUNS) -o $(DIR)
+
+coverage: .venv/.ready
+	@$(BIN)/fidelity coverage
 
 bench: .venv/.ready
 	@$(BIN)/fidelity bench

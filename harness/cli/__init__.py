@@ -10,7 +10,7 @@ import typer
 
 from harness.cli import artifact, exl3, panel, teacher
 from harness.cli.anchor import anchor, floor
-from harness.cli.bench import bench
+from harness.cli.bench import bench, coverage
 from harness.cli.card import card, report, verify
 from harness.cli.compare import compare, estimators
 from harness.cli.doctor import doctor
@@ -33,6 +33,7 @@ app.add_typer(teacher.app, name="teacher")
 app.command()(measure)
 app.command()(doctor)
 app.command()(bench)
+app.command()(coverage)
 app.command()(anchor)
 app.command()(floor)
 app.command()(compare)

@@ -44,6 +44,16 @@ def bench(
     console.print(f"{told}; figures in {out}", highlight=False)
 
 
+def coverage(
+    replicates: Annotated[int, typer.Option(min=10, help="Simulated panels of each kind and size.")] = 2000,
+    families: Annotated[int, typer.Option(min=10, help="Simulated families of five candidates.")] = 2000,
+) -> None:
+    """How often intervals cover and families of verdicts err, on simulated documents (minutes)."""
+    from harness.bench.coverage import markdown, simulate
+
+    typer.echo(markdown(list(simulate(replicates, families))), nl=False)
+
+
 def _table(section: Section):  # type: ignore[no-untyped-def]
     from rich.table import Table
 

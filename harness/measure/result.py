@@ -27,6 +27,7 @@ from harness.measure.text_size import TextSize, per_text, text_size
 from harness.panel.tokenizer import load_tokenizer
 from harness.registration import UNREGISTERED, Model, Registration, Standing, is_before, registration_block, standing
 from harness.stats import group_totals
+from harness.stats.means import UNEQUAL, unequal
 from harness.types import SCORE_DTYPES, Check, Engine, EngineIdentity, Estimator, Panel, Row, Scores
 
 #: Probability on padding columns, which no softmax of ours holds, above which a receipt says so.
@@ -115,6 +116,7 @@ def build_measurement(
             *_differs_note(differs),
             *_padding_notes(scores),
             *_same_model(counts, len(scores), role),
+            *unequal_note(name, scores, row_N, panel),
             *(_twin(scores, counts, identity, capture.identity) if role == "candidate" else ()),
         ],
     )
@@ -185,6 +187,18 @@ def _finite_only(scores: Scores, counts: dict[str, int]) -> dict[str, float]:
     finite = np.isfinite(scores.kl)
     mean = float(scores.kl[finite].mean()) if finite.any() else float("nan")
     return {"kl_mean_finite": mean, "finite_share": float(finite.mean())}
+
+
+def unequal_note(name: str, scores: Scores, row_N: np.ndarray, panel: Panel) -> list[str]:
+    """That the interval of the mean KL is optimistic, where the documents are too unequal for it."""
+    unit_N, finite = panel_units(panel, row_N), np.isfinite(scores.kl)
+    spread = unequal(group_totals(scores.kl[finite], unit_N[finite])) if finite.any() else None
+    if spread is None:
+        return []
+    return [
+        f"{name}: the interval of its mean KL is optimistic with {panel.unit}s this unequal: the logs of their means "
+        f"have a standard deviation of {spread:.2f}, and from {UNEQUAL:g} on simulated intervals cover less than 93 %"
+    ]
 
 
 def _same_model(counts: dict[str, int], positions: int, role: Role) -> list[str]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from harness.stats.bootstrap import FEW_GROUPS, RESAMPLES, SEED, bootstrap_interval
 from harness.stats.influence import (
     Estimate,
@@ -25,6 +27,8 @@ from harness.stats.influence import (
 )
 from harness.stats.proportions import wilson
 
+#: Standard deviation of the logs of documents' means from which no interval of their mean covers 93 % in simulation.
+UNEQUAL = 0.7
 Kind = Literal["divergence", "share", "real"]
 #: A share nearer than this to 0 or 1 has a skewed sampling distribution.
 NEAR = 0.01
@@ -59,6 +63,18 @@ def _divergence(totals: Totals, confidence: float, resamples: int, seed: int, un
         if found.low is None or found.low > 0:
             return found
     return log_t_interval(totals, confidence=confidence, unit=unit)
+
+
+def unequal(totals: Totals) -> float | None:
+    """How unequal the groups are, where that makes the interval of a mean of non-negative values optimistic.
+
+    The standard deviation of the logs of their means; None below `UNEQUAL`, and where there is nothing to take logs of.
+    """
+    means_G = totals.sums_G[totals.sums_G > 0] / totals.counts_G[totals.sums_G > 0]
+    if len(means_G) < 2:
+        return None
+    spread = float(np.log(means_G).std(ddof=1))
+    return spread if spread >= UNEQUAL else None
 
 
 def _share(totals: Totals, confidence: float, unit: str) -> Estimate:

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from harness.engines.gguf_files import digests_of_gguf, gguf_dtype, gguf_parts, locate_gguf
+from harness.engines.gguf_files import digests_of_gguf, gguf_parts, locate_gguf
 from harness.engines.hf import TransformersEngine
 from harness.engines.llamacpp import LlamaCppEngine
-from harness.engines.models import ModelFolder, locate
+from harness.engines.models import ModelFolder, gguf_dtype, locate
 from harness.engines.open import before_opening, open_engine
 from harness.errors import EngineError, UsageError
 from harness.measure.rows import first_positions, targets_of

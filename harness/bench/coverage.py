@@ -1,7 +1,8 @@
 """How often the intervals and verdicts of a report are right: the published functions on simulated documents.
 
 Rows are kinds of documents, columns their number. A family is five equal candidates against an equal baseline: it
-errs where any of them is called better or worse; ``correlation`` is that of the arms' documents. ``alone`` and ``t`` are what each interval was before it was corrected.
+errs where any of them is called better or worse; ``correlation`` is that of the arms' documents. ``before`` is
+what each interval was before it was corrected.
 """
 
 from __future__ import annotations

@@ -21,5 +21,6 @@ CLASSES = (
     "heads",
     "ways",
     "sent",
+    "intervals",
 )
 pytest.register_assert_rewrite(*(f"tests.fault_cases.{name}" for name in CLASSES))

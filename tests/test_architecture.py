@@ -35,6 +35,7 @@ ORDER = (
     "verify",
     "bench",
     "cli",
+    "start",
 )
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import sys
-
 import typer
 
 from harness.cli import artifact, exl3, panel, teacher
 from harness.cli.anchor import anchor, floor
 from harness.cli.bench import bench, coverage
+from harness.cli.boundary import guarded
 from harness.cli.card import card, report, verify
 from harness.cli.compare import compare, estimators
 from harness.cli.doctor import doctor
 from harness.cli.imports import import_g4, import_lm_eval
 from harness.cli.measure import measure
 from harness.cli.tasks import tasks
-from harness.errors import HarnessError
 
 app = typer.Typer(
     name="fidelity",
@@ -46,29 +42,6 @@ app.command("import-g4")(import_g4)
 app.command("import-lm-eval")(import_lm_eval)
 
 
-#: The shell's code for Ctrl-C; typer turns KeyboardInterrupt into it.
-INTERRUPTED = 130
-
-
 def main() -> None:
-    """Entry point; exit codes 0 ok, 1 a bar not met, 2 usage, 3 refused, 130 interrupted."""
-    try:
-        app()
-    except HarnessError as error:
-        _complain(str(error))
-        sys.exit(error.exit_code)
-    except SystemExit as done:
-        if done.code == INTERRUPTED:
-            _complain("interrupted; what is finished is kept\n  repair: run the same command again to go on")
-        raise
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _complain("the disk is full\n  repair: free some space and run the same command again")
-        sys.exit(3)
-
-
-def _complain(message: str) -> None:
-    print(f"fidelity: {message}", file=sys.stderr)
-    if os.environ.get("FIDELITY_DEBUG"):
-        raise
+    """Parse and run; exit codes 0 ok, 1 a bar not met, 2 usage, 3 refused, 130 interrupted."""
+    guarded(app)

@@ -9,6 +9,7 @@ import difflib
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,7 @@ class Record(Sealed):
     repo: str | None
     model_name: str | None
     pictures: bool
+    positions: bool = False
 
     @property
     def options(self) -> Options:
@@ -55,7 +57,7 @@ class Record(Sealed):
         return Options(**{name: getattr(self, name) for name in OPTIONS})
 
 
-OPTIONS = ("subject", "decimals", "base_model", "repo", "model_name", "pictures")
+OPTIONS = ("subject", "decimals", "base_model", "repo", "model_name", "pictures", "positions")
 
 
 def write_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: Sequence[Path] = ()) -> Card:
@@ -77,7 +79,7 @@ def write_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: 
 
 def check_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: Sequence[Path] = ()) -> list[str]:
     """What of the card in ``folder`` is stale; empty when it says what the receipts say."""
-    readme = folder / README
+    readme, options = folder / README, remembered(options, folder)
     current = _text(readme)
     if current is None:
         return [f"{README} is not there"]
@@ -88,6 +90,15 @@ def check_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: 
         stale += [f"{name}: {line}" for line in stale_lines(_text(folder / name), text)]
     pictures = [picture.file for picture in shown(home, subject, folder)] if options.pictures else []
     return [*stale, *(f"{file} is not there" for file in pictures if not (folder / file).is_file())]
+
+
+def remembered(options: Options, folder: Path) -> Options:
+    """Options with those that the caller left alone as the card in ``folder`` was made with."""
+    if not (folder / RECORD).is_file():
+        return options
+    made, plain = read_record(folder, checked=False).options, Options()
+    left_alone = {name for name in OPTIONS if getattr(options, name) == getattr(plain, name)}
+    return replace(options, **{name: getattr(made, name) for name in left_alone})
 
 
 def _card(parts: Sequence[Part], options: Options, folder: Path, tasks: Sequence[Path]) -> Card:

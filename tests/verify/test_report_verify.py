@@ -202,7 +202,9 @@ def test_every_leaf_is_checked_or_named(honest: Path) -> None:
     named = next(line for line in outcome.unchecked if line.startswith("stated, and not checked here: "))
     listed = set(named.removeprefix("stated, and not checked here: ").split(", "))
     record = json.loads((honest / "measurement.json").read_text())
-    for leaf in (f"candidate.{name}" for name in record["candidate"] if record["candidate"][name] not in (None, {})):
+    for leaf in (
+        f"candidate.{name}" for name in record["candidate"] if record["candidate"][name] not in (None, {}, "")
+    ):
         assert any(place == leaf or place.startswith(f"{leaf}.") for place in listed), leaf
     assert not any(place.startswith(("summary", "intervals", "per_row", "counts")) for place in listed)
 

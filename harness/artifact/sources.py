@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from harness.errors import CheckpointError, UsageError
 from harness.exl3.checkpoint import Checkpoint, open_checkpoint
-from harness.exl3.files import require_inside
+from harness.exl3.files import INDEX, chosen_files, require_inside, weight_map
 from harness.exl3.headers import TensorHeader, parse_header, read_exact
 from harness.exl3.hub import hub_in_one_line
 
@@ -88,9 +88,12 @@ class Repository:
     def checkpoint(self) -> Checkpoint:
         """The headers of its tensors: kilobytes of each shard."""
         tensors: dict[str, TensorHeader] = {}
-        for path in shards_of(self.files):
+        index = self.files.get(INDEX)
+        mapping = None if index is None else weight_map(self.read(INDEX, 0, index.bytes))
+        chosen, stale = chosen_files(Path(self.name), shards_of(self.files), mapping)
+        for path in chosen:
             tensors |= self._header(path)
-        return Checkpoint(name=self.name, tensors=tensors, config=self._config())
+        return Checkpoint(name=self.name, tensors=tensors, config=self._config(), notes=stale)
 
     def _header(self, path: str) -> dict[str, TensorHeader]:
         length = int.from_bytes(self.read(path, 0, 8), "little")

@@ -26,7 +26,7 @@ from harness.exl3.headers import TensorHeader, read_exact, read_header
 from harness.progress import Advance, phase
 
 _NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<total>\d{5})\.safetensors$")
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 #: Bytes of one read of a digest.
 _CHUNK = 1 << 22
@@ -58,8 +58,8 @@ def model_files(folder: Path) -> ModelFiles:
     """
     folder = Path(folder)
     present = _weight_files(folder)
-    mapping = _weight_map(folder / _INDEX)
-    chosen, stale = _chosen(folder, sorted(present), mapping)
+    mapping = _weight_map(folder / INDEX)
+    chosen, stale = chosen_files(folder, sorted(present), mapping)
     shards = tuple(present[name] for name in chosen)
     tensors: dict[str, TensorHeader] = {}
     superseded: dict[str, int] = {}
@@ -130,19 +130,19 @@ def require_inside(folder: Path, path: Path) -> None:
         raise CheckpointError(f"{folder.name}/{path.name} is no file, or a link to nothing", "fetch it again")
 
 
-def _chosen(folder: Path, names: Sequence[str], mapping: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
+def chosen_files(folder: Path, names: Sequence[str], mapping: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
     """The weight files that are the model, and what is wrong with the index."""
     if mapping:
         named = set(mapping.values())
         for name in sorted(named):
             if Path(name).name != name:
                 raise CheckpointError(
-                    f"{folder.name}/{_INDEX} names {name}, outside the folder", "give an index of plain file names"
+                    f"{folder.name}/{INDEX} names {name}, outside the folder", "give an index of plain file names"
                 )
         if named <= set(names):
             series = {_series(name) for name in named} - {None}
             return [name for name in names if name in named or _series(name) in series], []
-        stale = [f"{_INDEX} is stale and was not followed: {sorted(named - set(names))[0]} is not there"]
+        stale = [f"{INDEX} is stale and was not followed: {sorted(named - set(names))[0]} is not there"]
     else:
         stale = []
     if _SINGLE in names:
@@ -187,20 +187,27 @@ def check_complete(
             raise CheckpointError(f"{folder.name}: shard {missing} of {total} is missing ({name})", "fetch it")
     notes = []
     if lost:
-        notes.append(f"{_INDEX} is stale: {len(lost)} of its tensors are in no shard, first {lost[0]}")
+        notes.append(f"{INDEX} is stale: {len(lost)} of its tensors are in no shard, first {lost[0]}")
     if indexed is not None and (extra := sorted(set(tensors) - indexed.keys())):
-        notes.append(f"{_INDEX} is stale: it leaves out {len(extra)} tensors, first {extra[0]}")
+        notes.append(f"{INDEX} is stale: it leaves out {len(extra)} tensors, first {extra[0]}")
     return notes
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
-    if not path.is_file():
-        return None
+    return weight_map(path.read_bytes()) if path.is_file() else None
+
+
+def weight_map(content: bytes) -> dict[str, str]:
+    """Which shard an index file names for each tensor.
+
+    Raises:
+        CheckpointError: it is no index file.
+    """
     try:
-        mapping = json.loads(path.read_text())["weight_map"]
+        mapping = json.loads(content)["weight_map"]
         return {str(key): str(shard) for key, shard in mapping.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}", "fetch it again, or delete it") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{INDEX} is damaged: {error}", "fetch it again, or delete it") from error
 
 
 def _gaps(names: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -230,13 +237,13 @@ def loading_view(files: ModelFiles) -> Iterator[Path]:
         view = Path(made) / files.folder.resolve().name
         view.mkdir()
         for path in files.folder.iterdir():
-            if path.is_file() and path.suffix != ".safetensors" and path.name != _INDEX:
+            if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX:
                 (view / path.name).symlink_to(path.resolve())
         for path in files.shards:
             (view / path.name).symlink_to(path.resolve())
         if [path.name for path in files.shards] != [_SINGLE]:
             index = {"metadata": {}, "weight_map": {name: header.shard for name, header in files.tensors.items()}}
-            (view / _INDEX).write_text(json.dumps(index))
+            (view / INDEX).write_text(json.dumps(index))
         yield view
 
 

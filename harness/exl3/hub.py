@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.errors import CheckpointError
 from harness.exl3.checkpoint import Checkpoint
-from harness.exl3.files import read_json
+from harness.exl3.files import INDEX, chosen_files, read_json, weight_map
 from harness.exl3.headers import TensorHeader, make_header
 from harness.progress import phase
 
@@ -17,9 +17,7 @@ _CHECK = "check the name, --revision and the connection; a gated model needs `hf
 
 
 def open_hub(repo: str, revision: str | None = None) -> Checkpoint:
-    """Headers of every ``*.safetensors`` at the top of a Hub repository; its weights stay there.
-
-    Every file is listed, as on disk: an index file may be stale, so it is not asked which shards there are.
+    """Headers of the shards of a Hub repository, chosen as those of a folder are; its weights stay there.
 
     Raises:
         CheckpointError: no such repository or revision, no shards, a damaged one, or no connection.
@@ -34,6 +32,11 @@ def open_hub(repo: str, revision: str | None = None) -> Checkpoint:
     shards = sorted(path for path in files if path.endswith(".safetensors") and "/" not in path)
     if not shards:
         raise CheckpointError(f"{repo} is not a checkpoint: it holds no *.safetensors file", _CHECK)
+    mapping = None
+    if INDEX in files:
+        with hub_in_one_line(repo):
+            mapping = weight_map(Path(api.hf_hub_download(repo, INDEX, revision=revision)).read_bytes())
+    shards, stale = chosen_files(Path(repo), shards, mapping)
     tensors: dict[str, TensorHeader] = {}
     with phase(f"headers of {repo}", total=len(shards), unit="tensors", item="shard") as advance:
         for shard in shards:
@@ -42,7 +45,7 @@ def open_hub(repo: str, revision: str | None = None) -> Checkpoint:
             found = _headers(repo, shard, files[shard], metadata)
             tensors |= found
             advance(1, len(found))
-    return Checkpoint(name=repo, tensors=tensors, config=_config(api, repo, revision, files))
+    return Checkpoint(name=repo, tensors=tensors, config=_config(api, repo, revision, files), notes=stale)
 
 
 def _headers(repo: str, shard: str, size: int, metadata: Any) -> dict[str, TensorHeader]:

@@ -157,6 +157,8 @@ def parse(front: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UsageError("the README's front matter is not a mapping", "repair it")
     index = data.get("model-index") or []
+    if not isinstance(index, list):
+        raise UsageError("the README's model-index is no list", "write it as a list of one entry: - name: ...")
     if len(index) > 1:
         raise UsageError(
             f"the README's model-index has {len(index)} entries and the Hub keeps only the last",
@@ -195,14 +197,29 @@ def _require_same(key: str, theirs: Any, ours: Any) -> None:
 
 def _merged_index(theirs: list[Any], ours: list[Any]) -> list[Any]:
     """One entry: other people's results first, untouched, then ours; an old result of ours is replaced."""
-    kept = [result for entry in theirs for result in entry.get("results", []) if not _is_ours(result)]
-    name = theirs[0]["name"] if theirs else ours[0]["name"]
+    kept = [result for entry in theirs for result in _results(entry) if not _is_ours(result)]
+    name = (theirs[0].get("name") if theirs else None) or ours[0]["name"]
     return [{"name": name, "results": [*kept, *ours[0]["results"]]}]
 
 
 def _is_ours(result: dict[str, Any]) -> bool:
     metrics = result.get("metrics") or []
-    return any((metric.get("args") or {}).get("measured_by") == OURS["measured_by"] for metric in metrics)
+    arguments = [metric.get("args") for metric in metrics if isinstance(metric, dict)]
+    return any(isinstance(one, dict) and one.get("measured_by") == OURS["measured_by"] for one in arguments)
+
+
+def _results(entry: Any) -> list[dict[str, Any]]:
+    """Results of an entry of the README's model-index, which may be written with none.
+
+    Raises:
+        UsageError: it is no entry, so what it says would be lost.
+    """
+    found = (entry.get("results") or []) if isinstance(entry, dict) else None
+    if not isinstance(found, list) or not all(isinstance(result, dict) for result in found):
+        raise UsageError(
+            "the README's model-index is no list of entries with results", "write it as the Hub wants it, or remove it"
+        )
+    return found
 
 
 class _Dumper(yaml.SafeDumper):

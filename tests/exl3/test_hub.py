@@ -103,3 +103,14 @@ def test_offline_is_one_line(monkeypatch):
     with pytest.raises(CheckpointError, match="the Hub cannot be asked") as caught:
         open_hub(REPO)
     assert "\n" not in caught.value.what
+
+
+def test_the_index_decides_which_files_are_the_model(hub):
+    """A backup beside the shards is no part of it, as in a folder."""
+    import json
+
+    (hub.folder / "backup.safetensors").write_bytes((hub.folder / "model-00001-of-00002.safetensors").read_bytes())
+    names = {name: header.shard for name, header in open_checkpoint(hub.folder).tensors.items()}
+    (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    hub.sizes.update({path.name: path.stat().st_size for path in hub.folder.iterdir()})
+    assert {header.shard for header in open_hub(REPO).tensors.values()} == set(names.values())

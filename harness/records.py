@@ -77,6 +77,16 @@ def load_json(
     return record
 
 
+def read_format(file: Path) -> str | None:
+    """What a JSON record says that it is, such as ``exl3-fidelity/artifact/1``; None where it says nothing."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    said = document.get("format") if isinstance(document, dict) else None
+    return said if isinstance(said, str) else None
+
+
 def broken_seal(file: Path) -> str | None:
     """What is wrong with the seal of a file of sealed records; None where it holds."""
     document = json.loads(file.read_text(encoding="utf-8"))

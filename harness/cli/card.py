@@ -40,6 +40,10 @@ def card(
     repo: Annotated[str | None, typer.Option(help="Hub id of the quant itself.")] = None,
     panel: KnownPanelOption = None,
     tasks: Annotated[list[Path] | None, typer.Option(help="Folder of `fidelity tasks`; may be repeated.")] = None,
+    artifact: Annotated[
+        list[Path] | None,
+        typer.Option(help="Receipt of `fidelity artifact show|equality|provenance`; may be repeated."),
+    ] = None,
     floor: FloorOption = None,
     anchor: AnchorsOption = None,
     positions: Annotated[
@@ -68,7 +72,7 @@ def card(
             typer.echo(line)
         typer.echo(f"{out.name}: stale, {len(stale)} lines differ" if stale else f"{out.name}: up to date")
         raise typer.Exit(1 if stale else 0)
-    made = write_card(parts, options, out, tasks=tasks or [])
+    made = write_card(parts, options, out, tasks=tasks or [], artifact=artifact or [])
     for warning in made.warnings:
         typer.echo(f"note: {warning}", err=True)
     typer.echo(f"wrote {out.name}/README.md")
@@ -82,6 +86,9 @@ def verify(
     signers: Annotated[
         Path | None, typer.Option(help="File of allowed signers: each receipt must be signed by one of them.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The quant's folder: a card's Artifact section is counted again from it.")
+    ] = None,
     seal: Annotated[
         bool,
         typer.Option("--seal", help="Seal records that are older than seals, where all that can be checked holds."),
@@ -93,11 +100,11 @@ def verify(
     from harness.verify import seal_unsealed
     from harness.verify import verify as check
 
-    outcome = check(path, runs=run or [], panel=panel)
+    outcome = check(path, runs=run or [], panel=panel, checkpoint=checkpoint)
     if seal:
         for name in seal_unsealed(path, outcome):
             typer.echo(f"sealed      {name}")
-        outcome = check(path, runs=run or [], panel=panel)
+        outcome = check(path, runs=run or [], panel=panel, checkpoint=checkpoint)
     if as_json:
         typer.echo(json.dumps(record(outcome), indent=1, ensure_ascii=False))
     else:

@@ -159,9 +159,14 @@ def _comparable(a: Arm, b: Arm) -> bool:
 
 
 def build_card(
-    parts: Sequence[Part], options: Options, *, pictures: Sequence[Picture], tasks: Sequence[TaskFolder] = ()
+    parts: Sequence[Part],
+    options: Options,
+    *,
+    pictures: Sequence[Picture],
+    tasks: Sequence[TaskFolder] = (),
+    artifact: dict[str, Any] | None = None,
 ) -> Card:
-    """Render the card of one subject."""
+    """Render the card of one subject; ``artifact`` is `harness.report.artifact_section.artifact_section`'s."""
     home, subject = find_subject(parts, options.subject)
     teacher = (home.basis.teacher.model, home.basis.teacher.weights_sha256)
     benchmarks = task_table(tasks, _arms(home), subject, teacher=teacher)
@@ -175,6 +180,7 @@ def build_card(
         sections=sections,
         pictures=pictures,
         tasks=benchmarks,
+        artifact=artifact,
         checking=_checking(options),
     )
     name = options.model_name or _model_name(options.repo or side.model, subject)

@@ -20,6 +20,7 @@ from harness.compare.task_pairing import load_tasks
 from harness.errors import Refused, UsageError
 from harness.measure.receipt import load_measurement
 from harness.records import Sealed, load_json
+from harness.report.artifact_section import artifact_section, copy_artifact_receipts
 from harness.report.card import FOLDER, Card, Options, Part, build_card, collect, find_subject
 from harness.report.card_pictures import draw_all, shown
 from harness.report.frontmatter import merged_front, parse, split_readme
@@ -60,13 +61,20 @@ class Record(Sealed):
 OPTIONS = ("subject", "decimals", "base_model", "repo", "model_name", "pictures", "positions")
 
 
-def write_card(parts: Sequence[Part], options: Options, folder: Path, *, tasks: Sequence[Path] = ()) -> Card:
-    """Write README.md, the pictures and copies of the receipts into ``folder``."""
+def write_card(
+    parts: Sequence[Part], options: Options, folder: Path, *, tasks: Sequence[Path] = (), artifact: Sequence[Path] = ()
+) -> Card:
+    """Write README.md, the pictures and copies of the receipts into ``folder``.
+
+    Args:
+        artifact: receipts of `fidelity artifact`, which stay beside the card from then on.
+    """
     with folder_lock(folder):
         home, subject = find_subject(parts, options.subject)
         if options.pictures:
             draw_all(home, subject, folder)
         record = copy_receipts(parts, tasks, folder, options, subject)
+        copy_artifact_receipts(artifact, folder / FOLDER)
         card = _card(parts, options, folder, tasks)
         readme = folder / README
         refuse_paths("the card", card.block)
@@ -104,7 +112,8 @@ def remembered(options: Options, folder: Path) -> Options:
 def _card(parts: Sequence[Part], options: Options, folder: Path, tasks: Sequence[Path]) -> Card:
     home, subject = find_subject(parts, options.subject)
     pictures = shown(home, subject, folder) if options.pictures else []
-    return build_card(parts, options, pictures=pictures, tasks=load_tasks(tasks))
+    artifact = artifact_section(folder / FOLDER)
+    return build_card(parts, options, pictures=pictures, tasks=load_tasks(tasks), artifact=artifact)
 
 
 def _text(readme: Path) -> str | None:

@@ -51,8 +51,14 @@ def seal_unsealed(path: Path, outcome: Outcome) -> list[str]:
     return done
 
 
-def verify(path: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
-    """Check a run, a comparison, a tasks folder or a card's folder, whichever ``path`` is (or a file in it)."""
+def verify(
+    path: Path, *, runs: Sequence[Path] = (), panel: Path | None = None, checkpoint: Path | None = None
+) -> Outcome:
+    """Check a run, a comparison, a tasks folder or a card's folder, whichever ``path`` is (or a file in it).
+
+    Args:
+        checkpoint: the quant's folder, from which a card's artifact receipt is counted again.
+    """
     folder = path if path.is_dir() else path.parent
     if not path.exists():
         raise UsageError(f"{path.name} is not there", "name a run folder, a comparison folder or a card's folder")
@@ -62,4 +68,4 @@ def verify(path: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) 
         return verify_run(folder, panel=panel)
     if (folder / "tasks.json").is_file():
         return verify_tasks(folder)
-    return verify_card(folder, runs=runs, panel=panel)
+    return verify_card(folder, runs=runs, panel=panel, checkpoint=checkpoint)

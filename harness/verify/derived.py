@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from harness.artifact.sources import open_source
+from harness.artifact.summary import FILE as ARTIFACT_FILE
+from harness.artifact.summary import Artifact, summarise
 from harness.compare import Comparison, compare, load_comparison
 from harness.compare.load import find_runs
 from harness.compare.model import COMPARISON_FILE
 from harness.errors import IncomparableError, Refused
+from harness.records import load_json
 from harness.report.card import FOLDER
 from harness.report.card_write import RECORD, check_card, parts_of, read_record
 from harness.report.words import worded
 from harness.tasks.items import read_items
 from harness.tasks.receipt import TASKS_FILE, Count, TaskReceipt, TaskResult, load_receipt, pool
-from harness.verify.run import Finding, Outcome, verify_run, verify_seal
+from harness.verify.run import Finding, Outcome, differences, verify_run, verify_seal
 
 #: What a tokenizer adds for the reader; it takes no part in any number.
 DECODED = "texts"
@@ -111,7 +115,9 @@ def _count(leaf: TaskResult, items: pa.Table | None) -> Count:
 # ---- a card: rendered again, line by line; then the receipts beside it -----------------------------------------------
 
 
-def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None) -> Outcome:
+def verify_card(
+    folder: Path, *, runs: Sequence[Path] = (), panel: Path | None = None, checkpoint: Path | None = None
+) -> Outcome:
     """Check README.md and everything behind it that lies in ``folder`` or is named in ``runs``."""
     record = read_record(folder, checked=False)
     receipts, tasks = ([folder / FOLDER / name for name in names] for names in (record.receipts, record.tasks))
@@ -134,4 +140,22 @@ def verify_card(folder: Path, *, runs: Sequence[Path] = (), panel: Path | None =
             outcome.unchecked_numbers.append(f"{receipt.name}: its positions.parquet is not here")
     for folder_of_tasks in tasks:
         outcome.join(verify_tasks(folder_of_tasks))
+    if (folder / FOLDER / ARTIFACT_FILE).is_file():
+        _verify_artifact(outcome, folder / FOLDER, checkpoint)
     return outcome
+
+
+def _verify_artifact(outcome: Outcome, home: Path, checkpoint: Path | None) -> None:
+    """The receipt of what the quant holds, counted again from its headers where its folder is named."""
+    verify_seal(outcome, home / ARTIFACT_FILE)
+    if checkpoint is None:
+        outcome.unchecked.append(f"{ARTIFACT_FILE}: name the quant's folder with --checkpoint")
+        return
+    stated = load_json(home / ARTIFACT_FILE, Artifact, "make it again with `fidelity artifact show`", seal=False)
+    # The folder's other files, such as the card itself, come and go.
+    other = {"seal", "source", "file_bytes"}
+    was, now = (one.model_dump(exclude=other) for one in (stated, summarise(open_source(str(checkpoint)))))
+    found = differences(was, now, ARTIFACT_FILE)
+    outcome.findings += found
+    if not found:
+        outcome.checked.append(f"{ARTIFACT_FILE}: counted again from {checkpoint.name}'s headers")

@@ -15,7 +15,10 @@ from harness.errors import Refused, UsageError
 
 NAMESPACE = "exl3-fidelity"
 #: Records that carry a seal, by file name.
-SEALED_FILES = ("measurement.json", "comparison.json", "tasks.json", "task-comparison.json", "card.json")
+SEALED_FILES = (
+    "measurement.json", "comparison.json", "tasks.json", "task-comparison.json", "card.json",
+    "artifact.json", "equality.json", "PROVENANCE.json",
+)  # fmt: skip
 _INSTALL = "install OpenSSH (ssh-keygen 8.2 or later)"
 
 

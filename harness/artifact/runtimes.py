@@ -23,7 +23,7 @@ Verdict = Literal["loads", "refused", "unknown"]
 
 
 class Entry(Strict):
-    """Whether a runtime can do one thing, and who says so."""
+    """Whether a runtime can do one thing, and who says so; a feature may end with ``*``."""
 
     feature: str
     can: bool
@@ -129,9 +129,11 @@ def _has(census: Census, kind: str, codebook: str) -> bool:
 def answer(runtime: Runtime, wanted: list[Need]) -> Answer:
     """Hold what an artifact needs against what a runtime can."""
     known = {entry.feature: entry for entry in runtime.entries}
+    every = [entry for entry in runtime.entries if entry.feature.endswith("*")]
     lines: list[tuple[Need, Verdict, str]] = []
     for need in wanted:
-        entry = known.get(need.feature)
+        alike = (entry for entry in every if need.feature.startswith(entry.feature.removesuffix("*")))
+        entry = known.get(need.feature) or next(alike, None)
         if entry is None:
             lines.append((need, "unknown", "the data file does not say"))
         else:

@@ -11,6 +11,7 @@ from harness.cli.boundary import guarded
 from harness.cli.card import card, report, verify
 from harness.cli.compare import compare, estimators
 from harness.cli.doctor import doctor
+from harness.cli.gate import gate
 from harness.cli.imports import import_g4, import_lm_eval
 from harness.cli.measure import measure
 from harness.cli.tasks import tasks
@@ -37,6 +38,7 @@ app.command()(estimators)
 app.command()(card)
 app.command()(verify)
 app.command()(report)
+app.command()(gate)
 app.command()(tasks)
 app.command("import-g4")(import_g4)
 app.command("import-lm-eval")(import_lm_eval)

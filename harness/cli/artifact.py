@@ -324,6 +324,7 @@ def _load_check(source: Folder | Repository) -> str:
     """Every tensor placed once in the model class, on the meta device."""
     from harness.artifact.sources import Folder
     from harness.engines.stream_weights import skeleton
+    from harness.exl3.claims import mismatches
     from harness.exl3.hf_layout import plan_layout
     from harness.exl3.hf_names import Names
 
@@ -331,8 +332,12 @@ def _load_check(source: Folder | Repository) -> str:
         raise UsageError("--load-check needs the folder", "download it, or leave --load-check out")
     import torch
 
-    model = skeleton(source.path, torch.bfloat16, "cpu")
-    layout = plan_layout(Names(model), source.checkpoint())
+    model, checkpoint = skeleton(source.path, torch.bfloat16, "cpu"), source.checkpoint()
+    layout = plan_layout(Names(model), checkpoint)
     skipped = ", ".join(f"{count:,} {rule}" for rule, count in layout.accounting.summary().items())
     used = len(layout.accounting.used)
-    return f"load check: {used:,} tensors have one place each in {type(model).__name__}; left out: {skipped or 'none'}"
+    lines = [
+        f"load check: {used:,} tensors have one place each in {type(model).__name__}; left out: {skipped or 'none'}"
+    ]
+    lines += [f"load shape mismatch: {line}; a trellis is [in/16, out/16, 16 K]" for line in mismatches(checkpoint)]
+    return "\n".join(lines)

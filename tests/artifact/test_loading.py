@@ -57,6 +57,9 @@ def test_through_the_command(tmp_path: Path) -> None:
     assert code == 0 and "exl3-fidelity reference and streaming engines: " in said
     assert "refused: rank-sliced experts" in said and "refused: shared scales" in said
     assert "load check: " in said and "in Qwen3MoeForCausalLM" in said
+    pack.edit_config(lambda config: config["quantization_config"].update(bits=2, layer_bits={"1": 4}))
+    code, said = fidelity(tmp_path, "artifact", "compat", pack.packed, "--load-check")
+    assert "load shape mismatch: layer 1 up_proj: config says K=4" in said and "K=3" in said
     code, said = fidelity(tmp_path, "artifact", "compat", pack.packed, "--runtime", "exllamav3==1.6.5")
     assert code == 1 and "exllamav3 1.6.5: refused" in said
     code, said = fidelity(tmp_path, "artifact", "compat", pack.packed, "--runtime", "nobody")

@@ -13,6 +13,7 @@ that pin its kernels. They are set first, and recorded with every number. Writte
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import sys
@@ -98,7 +99,7 @@ class ExllamaV3Engine:
         self.identity = EngineIdentity(
             **model_of(located, weights_sha256, tokenizer_sha256),
             engine="exllamav3",
-            version=f"exllamav3 {package.__version__}, torch {torch.__version__}",
+            version=f"exllamav3 {_version(package)}, torch {torch.__version__}",
             head_sha256=self._head.sha256,
             weights_dtype=stored_dtype(located.path),
             compute_dtype="float16",
@@ -209,7 +210,7 @@ def _build(package: Any, located: ModelFolder, row_tokens: int) -> tuple[Any, An
         return config, package.Model.from_config(config)
     except (AssertionError, ValueError, KeyError, NotImplementedError) as error:
         raise EngineError(
-            f"exllamav3 {package.__version__} does not open {located.name}: {first_line(error, located)}",
+            f"exllamav3 {_version(package)} does not open {located.name}: {first_line(error, located)}",
             "update exllamav3, or measure with the reference engine (leave out --engine)",
         ) from error
 
@@ -291,9 +292,14 @@ def import_pinned() -> tuple[Any, dict[str, str]]:
 
 def _recent(package: Any) -> Any:
     """Refuse a version whose modules are loaded in another way than this project's streaming does."""
-    if Version(package.__version__) < Version(OLDEST):
-        raise EngineError(f"exllamav3 {package.__version__} is too old: {OLDEST} or newer is needed", HOW)
+    if Version(version := _version(package)) < Version(OLDEST):
+        raise EngineError(f"exllamav3 {version} is too old: {OLDEST} or newer is needed", HOW)
     return package
+
+
+def _version(package: Any) -> str:
+    """The package keeps its version in a module of its own, ``exllamav3.version``, and nowhere else."""
+    return str(importlib.import_module(f"{package.__name__}.version").__version__)
 
 
 #: Bytes that one element of a waiting row's state may take: float32, in up to four residual streams.

@@ -16,13 +16,13 @@ from harness.capture import Capture
 from harness.digest import json_digest
 from harness.engines.open import NO_TOKENIZER
 from harness.errors import UsageError
-from harness.exl3.files import config_digest
+from harness.exl3.files import config_digest, read_json, vocabulary_of
 from harness.measure.folder import begin, finished, folder_name, write_run
 from harness.measure.receipt import Measurement, Role
 from harness.measure.result import build_measurement
 from harness.measure.rows import finished_rows, join_rows, require_room, write_row
 from harness.measure.run import MEASUREMENT, Candidate, Result, find_candidate
-from harness.measure.teacher import Yardstick, find_yardstick, load_teacher
+from harness.measure.teacher import TeacherModel, Yardstick, find_yardstick, load_teacher
 from harness.progress import phase
 from harness.served.checks_server import check_model, load_of
 from harness.served.connect import connect
@@ -117,6 +117,7 @@ def measure_served(request: ServedRequest) -> Result:
     tokenizer = candidate.tokenizer_sha256 if candidate else NO_TOKENIZER
     located = candidate.located if candidate else None
     yardstick = find_yardstick(request.panel, request.rows, request.teacher, located, tokenizer)
+    request = replace(request, k=_at_most_all(request.k, candidate, yardstick))
     key = _key(request, engine, yardstick)
     name = located.name if located else engine.identity.model
     named = folder_name(name, request.server, yardstick.panel.name, key=key, partial=yardstick.partial)
@@ -167,6 +168,16 @@ def _measure(run: _Run) -> Measurement:
         teacher=told,
     )
     return measurement
+
+
+def _at_most_all(k: int, candidate: Candidate | None, yardstick: Yardstick) -> int:
+    """``k``, or the vocabulary where that is smaller: a server that is asked for more may die of it."""
+    teacher = yardstick.teacher
+    located = [candidate.located] if candidate else []
+    located += [teacher.located] if isinstance(teacher, TeacherModel) else []
+    sizes = [vocabulary_of(read_json(one.path / "config.json")) for one in located if one.path.is_dir()]
+    sizes += [teacher.head.vocab_size] if isinstance(teacher, Capture) and teacher.head is not None else []
+    return min([k, *(size for size in sizes if isinstance(size, int) and size > 0)])
 
 
 def floor_request(request: ServedRequest) -> ServedRequest:

@@ -74,6 +74,8 @@ def check_served(
 def require_k(engine: ServedEngine, rows: Sequence[Row], k: int) -> None:
     """Ask for ``k`` tokens on a row of two, before a teacher is run for a server that will not give them.
 
+    ``k`` is at most the vocabulary: more kills some servers.
+
     Raises:
         EngineError: the server's cap, or its refusal.
     """

@@ -9,6 +9,7 @@ first one published there for this row.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -181,7 +182,12 @@ def causal(length: int) -> torch.Tensor:
 
 
 def package(version: str = "1.6.5") -> ModuleType:
-    """A module that can stand in ``sys.modules`` under the name exllamav3."""
-    fake = ModuleType("exllamav3")
-    fake.__dict__.update(__version__=version, Config=Config, Model=Model)
+    """A module that can stand in ``sys.modules`` under the name exllamav3, with what the real package has.
+
+    The real one has no ``__version__``; that lies in ``exllamav3.version``, which is put into ``sys.modules`` here.
+    """
+    fake, told = ModuleType("exllamav3"), ModuleType("exllamav3.version")
+    fake.__dict__.update(Config=Config, Model=Model, __path__=[])
+    told.__dict__.update(__version__=version)
+    sys.modules["exllamav3.version"] = told
     return fake

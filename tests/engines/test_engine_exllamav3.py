@@ -250,8 +250,10 @@ def test_pins_are_recorded_and_paths_are_not(fake: None, teacher_folder: Path, m
 
 def test_pins_stand_before_the_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, teacher_folder: Path) -> None:
     """exllamav3 reads them once, when it is imported."""
-    (tmp_path / "exllamav3.py").write_text(
-        "import os\nfrom tests.engines.fake_exllamav3 import Config, Model\n__version__ = '1.6.5'\n"
+    (tmp_path / "exllamav3").mkdir()
+    (tmp_path / "exllamav3" / "version.py").write_text('__version__ = "1.6.5"\n')
+    (tmp_path / "exllamav3" / "__init__.py").write_text(
+        "import os\nfrom tests.engines.fake_exllamav3 import Config, Model\n"
         "SEEN = {name: value for name, value in os.environ.items() if name.startswith('EXL3_')}\n"
     )
     for name in PINS:
@@ -259,6 +261,7 @@ def test_pins_stand_before_the_import(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.delenv(name)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "exllamav3", raising=False)
+    monkeypatch.delitem(sys.modules, "exllamav3.version", raising=False)
     opened(teacher_folder)
     assert sys.modules.pop("exllamav3").SEEN == PINS
 

@@ -110,6 +110,15 @@ def cap_before_teacher(folder: Path, teacher: Path, exl3: Path, panel: Path) -> 
         assert not list(work.rglob("row-*.parquet"))
 
 
+def never_more_than_all(folder: Path, teacher: Path, exl3: Path, panel: Path) -> None:
+    """k above the vocabulary kills a real SGLang: it is never asked for more than all ids."""
+    mock = MockSglang(numbers=numbers(exl3_dense(folder, exl3)), folder=exl3.name)
+    with serving(mock) as url:
+        found = measured(folder, exl3, teacher, panel, "all", "--engine", "sglang", "--k", "5000", "--url", url)
+    assert found["scoring"]["k"] == 259
+    assert max(int(body.get("top_logprobs_num", 0)) for body in mock.numbers.bodies) <= 259
+
+
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 SUITE = (
@@ -270,6 +279,7 @@ ROWS = [
         check=another_model,
         needs=_SERVED,
     ),
+    Fault(id="C48-never-more-than-all", title="k above the vocabulary", check=never_more_than_all, needs=_SERVED),
     Fault(id="C48-cap-before-the-teacher", title="the server's cap on k", check=cap_before_teacher, needs=_SERVED),
     Fault(id="C4-long-generation", title="prompts cut in silence", check=long_generation, needs=("teacher_folder",)),
     Fault(id="C15-two-shards", title="half of a subject's items", check=shards, needs=("teacher_folder",)),

@@ -11,6 +11,7 @@ from tests.architecture import HARNESS, Graph, import_graph
 #: From the ground up: a package imports from itself and from what stands before it.
 ORDER = (
     "errors",
+    "names",
     "records",
     "types",
     "digest",

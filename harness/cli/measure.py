@@ -27,6 +27,7 @@ from harness.cli.options import (
     UrlOption,
     sign_receipts,
 )
+from harness.names import teacher_source
 from harness.progress import console
 
 if TYPE_CHECKING:
@@ -68,10 +69,11 @@ def measure(
     sign: SignOption = None,
 ) -> None:
     """Measure a quant against its teacher over a panel: exactly, or what a server gives of it."""
-    if candidate is None and engine == "reference":
-        from harness.measure.example import example_candidate
+    of_example = candidate is None and engine == "reference"
+    if of_example:
+        from harness.measure.example import TEACHER, example_candidate
 
-        candidate, teacher = example_candidate(), teacher or "teachers/smollm2-135m.toml"
+        candidate, teacher = example_candidate(), teacher or teacher_source(TEACHER)
     from harness.errors import UsageError
 
     common: dict[str, Any] = {"panel": panel, "revision": revision, "teacher": teacher, "rows": rows, "out": out}
@@ -88,6 +90,18 @@ def measure(
         result = _in_process(candidate, memory_budget, **how, **common)
     sign_receipts(result.folder, sign)
     show(result, as_json, allow_nonfinite)
+    if of_example and not packed and memory_budget is None:
+        _known_answer(result)
+
+
+def _known_answer(result: Result) -> None:
+    """Say whether the example came out as it has to; a wrong one ends with exit code 1."""
+    from harness.cli.known import known_answer
+
+    met, line = known_answer(result.measurement)
+    typer.echo(line, err=True)
+    if not met:
+        raise typer.Exit(1)
 
 
 def _without_secret(url: str) -> str:

@@ -1,5 +1,8 @@
 """A plain Hugging Face checkpoint made into a genuine EXL3 one: resumable, the same bytes every time.
 
+Rounding to the nearest path gives the same bytes on every processor too; calibration runs the model, whose digits are
+the machine's.
+
 It is for examples, tests and studies. Weights are rounded to the nearest path in rotated space or, with calibration
 ids, by a plain form of LDLQ; the format's own converter does more and makes better quants at the same rate.
 """
@@ -30,7 +33,7 @@ from harness.store import folder_lock, require_space, write_bytes
 
 _PARTIAL = ".partial-"
 #: Goes up when the same settings begin to give other bytes, so that a resumed run never mixes the two.
-_ENCODER = 1
+ENCODER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ def quantize_checkpoint(
     source = open_checkpoint(src)
     plan = make_plan(source, settings)
     identity = {
-        "encoder": _ENCODER,
+        "encoder": ENCODER,
         "settings": settings.as_json(),
         "source": source.name,
         "headers": _headers_digest(source),

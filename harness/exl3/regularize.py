@@ -53,11 +53,18 @@ def padded(size: int) -> int:
 
 
 def blockwise(values: np.ndarray, axis: int) -> np.ndarray:
-    """The orthonormal 128-point Hadamard transform of every block of 128 along an axis of a float32 matrix."""
-    rows, columns = values.shape
-    if axis:
-        return (values.reshape(-1, PADDING) @ _HADAMARD).reshape(rows, columns)
-    return np.matmul(_HADAMARD, values.reshape(-1, PADDING, columns)).reshape(rows, columns)
+    """The orthonormal 128-point Hadamard transform of every block of 128 along an axis of a matrix.
+
+    Only sums and differences of pairs in a fixed order: a matrix product would sum in an order that the processor's
+    BLAS chooses, and a last digit can move a path of the trellis.
+    """
+    inner, turned = 1 if axis else values.shape[1], np.ascontiguousarray(values)
+    half = inner
+    while half < PADDING * inner:
+        first, second = np.moveaxis(turned.reshape(-1, 2, half), 1, 0)
+        turned = np.stack([first + second, first - second], axis=1)
+        half *= 2
+    return turned.reshape(values.shape) * values.dtype.type(PADDING**-0.5)
 
 
 def regularize(name: str, weight: np.ndarray, signs: tuple[np.ndarray, np.ndarray], rms: float) -> Regularized:
@@ -118,13 +125,3 @@ def _fp16(name: str, scales: np.ndarray) -> np.ndarray:
             "check the source checkpoint: such weights are too small or too large for fp16",
         )
     return rounded
-
-
-def _hadamard() -> np.ndarray:
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < PADDING:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return (matrix * PADDING**-0.5).astype(np.float32)
-
-
-_HADAMARD = _hadamard()

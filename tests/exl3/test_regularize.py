@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -84,3 +88,30 @@ def test_sizes_and_rms() -> None:
     assert [padded(size) for size in (1, 128, 129, 576)] == [128, 128, 256, 640]
     assert best_rms(2, "mcg") > best_rms(6, "mcg") > 0.8
     assert best_rms(2, "mul1") < best_rms(2.5, "mul1") + 0.2
+
+
+CODED = """
+import hashlib
+import numpy as np
+from harness.exl3.encode import Rate, SignNames, encode_linear
+weight = np.random.default_rng(1).standard_normal((256, 384)).astype(np.float32)
+parts = encode_linear("m", weight, Rate(bits=3.0, codebook="mcg"), SignNames(seed=0, input="a", output="b"))
+print({name: hashlib.sha256(part.tobytes()).hexdigest() for name, part in parts.items()})
+"""
+
+
+def test_coded_bytes_do_not_depend_on_the_processor() -> None:
+    """Two generations of processors as BLAS and numpy see them, both present in this one: the same bytes."""
+    older = {"OPENBLAS_CORETYPE": "Nehalem", "NPY_DISABLE_CPU_FEATURES": "X86_V4 X86_V3 AVX512F AVX2 FMA3"}
+    newer = {"OPENBLAS_CORETYPE": "Haswell"}
+    said = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", CODED],
+            env=os.environ | seen,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seen in (older, newer)
+    ]
+    assert said[0] == said[1] and "trellis" in said[0]

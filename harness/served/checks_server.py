@@ -13,7 +13,7 @@ import httpx
 
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError
-from harness.served.address import headers
+from harness.served.address import get_json, headers
 from harness.served.identity import base_name
 from harness.served.seam import Capabilities, ServedRow
 from harness.types import UNKNOWN, Check, EngineIdentity, Row
@@ -170,18 +170,33 @@ def check_alone(before: int | None, after: int | None) -> Check:
     return Check(name=name, passed=True, figure="0 other requests before and after")
 
 
+def _loads_of(base: str) -> int | None:
+    """What SGLang tells at /v1/loads of requests at work and in the queue; None where it tells nothing."""
+    told = get_json(f"{base}/v1/loads")
+    loads = told.get("loads") if isinstance(told, dict) else None
+    counts = [
+        load.get(name)
+        for load in (loads if isinstance(loads, list) else ())
+        if isinstance(load, dict)
+        for name in ("num_running_reqs", "num_waiting_reqs")
+    ]
+    known = [count for count in counts if isinstance(count, int)]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
 def requests_at_work(root: str) -> int | None:
-    """Requests that a server has at work or queued, by its /metrics; None where it does not tell.
+    """Requests that a server has at work or queued, by its /metrics or SGLang's /v1/loads; None where it tells neither.
 
     Args:
         root: the server's address, with or without ``/v1``.
     """
+    base = root.rstrip("/").removesuffix("/v1")
     try:
-        answer = httpx.get(f"{root.rstrip('/').removesuffix('/v1')}/metrics", headers=headers(), timeout=10)
+        answer = httpx.get(f"{base}/metrics", headers=headers(), timeout=10)
     except httpx.HTTPError:
         return None
     if answer.status_code != 200:
-        return None
+        return _loads_of(base)
     lines = re.findall(r"^([a-z:_]+)(?:\{[^\n]*\})? +([0-9.eE+]+)", answer.text, flags=re.MULTILINE)
     counts = [float(value) for name, value in lines if name in GAUGES]
     return round(sum(counts)) if counts else None

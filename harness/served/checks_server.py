@@ -13,7 +13,7 @@ import httpx
 
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError
-from harness.served.address import headers
+from harness.served.fetch import fetch
 from harness.served.identity import base_name
 from harness.served.seam import Capabilities, ServedRow
 from harness.types import UNKNOWN, Check, EngineIdentity, Row
@@ -177,14 +177,17 @@ def requests_at_work(root: str) -> int | None:
         root: the server's address, with or without ``/v1``.
     """
     try:
-        answer = httpx.get(f"{root.rstrip('/').removesuffix('/v1')}/metrics", headers=headers(), timeout=10)
+        answer = fetch("GET", f"{root.rstrip('/').removesuffix('/v1')}/metrics", seconds=10)
     except httpx.HTTPError:
         return None
-    if answer.status_code != 200:
+    if answer.status != 200:
         return None
     lines = re.findall(r"^([a-z:_]+)(?:\{[^\n]*\})? +([0-9.eE+]+)", answer.text, flags=re.MULTILINE)
-    counts = [float(value) for name, value in lines if name in GAUGES]
-    return round(sum(counts)) if counts else None
+    try:
+        load = [float(value) for name, value in lines if name in GAUGES]
+        return round(sum(load)) if load else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def load_of(root: str) -> Callable[[], int | None]:

@@ -16,16 +16,17 @@ Exit codes: 0 ok, 1 a bar not met, 2 usage, 3 refused.
 
 from __future__ import annotations
 
+from harness.shown import without_secrets
+
 
 class HarnessError(Exception):
-    """One line for the user: ``what`` is wrong and where; ``repair`` says what to do about it."""
+    """One line for the user: ``what`` is wrong and where; ``repair`` says what to do. No secret is in either."""
 
     exit_code = 3
 
     def __init__(self, what: str, repair: str) -> None:
-        super().__init__(f"{what}\n  repair: {repair}")
-        self.what = what
-        self.repair = repair
+        self.what, self.repair = without_secrets(what), without_secrets(repair)
+        super().__init__(f"{self.what}\n  repair: {self.repair}")
 
 
 class UsageError(HarnessError):

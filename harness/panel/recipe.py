@@ -17,6 +17,13 @@ RECIPE_FILE = "panel.toml"
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+#: A file of an archive or of an archive's folder: no way out, no option of a client, no second line.
+PlainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+~-]*$", max_length=255)]
+#: ``@scope/name`` is npm's.
+PackageName = Annotated[
+    str, StringConstraints(pattern=r"^(?:@[A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._+-]*$")
+]
+Version = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!:~-]*$")]
 Newlines = Literal["reject", "normalise"]
 
 
@@ -96,9 +103,9 @@ class PackageSource(FileText):
 
     kind: Literal["package"]
     index: Literal["pypi", "debian", "npm"] = "pypi"
-    name: str
-    version: str
-    archive: str | None = None
+    name: PackageName
+    version: Version
+    archive: PlainName | None = None
     archive_sha256: Sha256 | None = None
     files: dict[str, Sha256] = Field(min_length=1)
 
@@ -108,6 +115,9 @@ class PackageSource(FileText):
             raise ValueError("archive and archive_sha256 belong together")
         if self.archive is None and self.index != "pypi":
             raise ValueError(f"a {self.index} package needs archive and archive_sha256")
+        for path in self.files:
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"{path} leads out of the package")
         return self
 
 

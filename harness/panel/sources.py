@@ -17,6 +17,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from harness.errors import PanelError, UsageError
+from harness.panel.bounded import bounded, refuse_powers, require_short
 from harness.panel.packages import read_package
 from harness.panel.recipe import ChatSource, DatasetSource, FileText, PackageSource, PlainText, TextSource
 from harness.panel.seal import LockFile
@@ -78,15 +79,21 @@ def checked(name: str, data: bytes, sha256: str | None) -> SourceFile:
 
 
 def _local(folder: Path, path: str) -> bytes:
-    inside = (folder / path).resolve()
-    if not inside.is_relative_to(folder.resolve()):
-        raise UsageError(f"{path} lies outside of the panel's folder", "put the text into the panel's folder")
+    inside = _inside(folder, path)
     try:
         return inside.read_bytes()
     except OSError as error:
         raise UsageError(
             f"{folder.name}/{path} cannot be read: {error.strerror}", "correct the recipe's files"
         ) from error
+
+
+def _inside(folder: Path, path: str) -> Path:
+    """A path below the panel's folder; refuses one that ``..`` or a link takes out of it."""
+    inside = (folder / path).resolve()
+    if not inside.is_relative_to(folder.resolve()):
+        raise UsageError(f"{path} lies outside of the panel's folder", "put the text into the panel's folder")
+    return inside
 
 
 def decode(file: SourceFile, source: PlainText) -> tuple[str, bool]:
@@ -112,7 +119,8 @@ def split(name: str, text: str, source: PlainText) -> list[Text]:
     """Cut a text where a line matches ``document_start``; what stands before the first match is a document too."""
     if source.document_start is None:
         return [Text(name=name, text=text)]
-    starts = [match.start() for match in re.finditer(source.document_start, text, flags=re.MULTILINE)]
+    with bounded(name):
+        starts = [match.start() for match in re.finditer(source.document_start, text, flags=re.MULTILINE)]
     edges = [0, *(start for start in starts if start > 0), len(text)]
     parts = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
     return [Text(name=f"{name}#{index}", text=part) for index, part in enumerate(parts) if part.strip()]
@@ -154,7 +162,7 @@ def _records(source: DatasetSource, folder: Path, revision: str | None) -> Itera
     """The text field of each record that is read, in the data set's own order."""
     import datasets
 
-    name = str((folder / source.name).resolve()) if source.is_local else source.name
+    name = str(_inside(folder, source.name)) if source.is_local else source.name
     try:
         table = datasets.load_dataset(
             name, source.config, split=source.split, revision=revision, streaming=source.records is not None
@@ -233,17 +241,20 @@ def _long_strings(node: ast.AST) -> Iterator[ast.Constant]:
 def records(name: str, text: str, source: FileText) -> str:
     """``source.template`` rendered for each record (its keys, and itself as ``record``), joined by blank lines."""
     try:
-        value: Any = yaml.load(text, Loader=RecordLoader)
+        with bounded(name):
+            value: Any = yaml.load(text, Loader=RecordLoader)
         for key in source.records.split(".") if source.records else ():
             value = value[key]
-    except (yaml.YAMLError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise PanelError(f"{name} has no records at {source.records}: {problem}", "correct the recipe") from error
-    template = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False).from_string(
-        source.template or ""
-    )
+    refuse_powers(name, source.template or "")
     found = value if isinstance(value, list) else [value]
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
     try:
-        return "\n\n".join(template.render(record, record=record).strip() for record in found) + "\n"
-    except (TemplateError, TypeError) as error:
+        with bounded(name):
+            template = environment.from_string(source.template or "")
+            rendered = [require_short(name, template.render(record, record=record).strip()) for record in found]
+        return require_short(name, "\n\n".join(rendered) + "\n")
+    except (TemplateError, ArithmeticError, LookupError, ValueError, TypeError, RecursionError) as error:
         raise PanelError(f"{name}: the recipe's template does not fit: {error}", "correct the recipe") from error

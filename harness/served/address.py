@@ -1,17 +1,17 @@
-"""Where a server is: the API below an address, the models it lists, and what it tells of itself; one place for the key.
+"""Where a server is: the API below an address, the models it lists, and what it tells of itself.
 
 Addresses and keys are in no receipt.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from harness.errors import EngineError, UsageError
+from harness.served.fetch import Fetched, fetch
 
 _ADDRESS = "give the address of the server, such as http://localhost:8000"
 
@@ -50,15 +50,30 @@ def find_server(base_url: str, model: str | None, *, timeout: float = 30.0) -> S
     if model is not None and model not in names:
         raise EngineError(f"the server does not know {model}; it has {', '.join(names)}", "correct --served-model")
     entry = next(e for e in listed if model is None or e.get("id") == model)
-    context = entry.get("max_model_len") or entry.get("context_length")
     return Server(
         root=root,
         model=str(entry["id"]),
-        context=int(context) if context else None,
+        context=_context(entry),
         software=str(entry.get("owned_by") or "openai-compatible"),
         version=_version(root, timeout),
         folder=str(entry["root"]) if entry.get("root") else None,
     )
+
+
+def _context(entry: dict[str, Any]) -> int | None:
+    """Tokens that fit, as the list of models tells them; None where it does not.
+
+    Raises:
+        EngineError: it tells something else.
+    """
+    told = entry.get("max_model_len") or entry.get("context_length")
+    if told is None or told == "":
+        return None
+    if isinstance(told, bool) or not isinstance(told, int | float) or not 1 <= told < 2**40:
+        raise EngineError(
+            f"the server tells a context of {str(told)[:40]!r} tokens", "check the server and its version"
+        )
+    return int(told)
 
 
 def _find_root(base_url: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:
@@ -68,18 +83,18 @@ def _find_root(base_url: str, timeout: float) -> tuple[str, list[dict[str, Any]]
     said = ""
     for root in dict.fromkeys((given, f"{given.removesuffix('/v1')}/v1")):
         try:
-            response = httpx.get(f"{root}/models", headers=headers(), timeout=timeout)
+            response = fetch("GET", f"{root}/models", seconds=timeout)
         except httpx.HTTPError as error:
             raise UsageError(f"nothing answers at {base_url} ({type(error).__name__})", _ADDRESS) from error
         listed = _models(response)
         if listed:
             return root, listed
-        said = f"HTTP {response.status_code}"
+        said = f"HTTP {response.status}"
     raise UsageError(f"{base_url} lists no models ({said}): it is no OpenAI-compatible server", _ADDRESS)
 
 
-def _models(response: httpx.Response) -> list[dict[str, Any]]:
-    content = json_of(response)
+def _models(response: Fetched) -> list[dict[str, Any]]:
+    content = response.json
     listed = content.get("data") if isinstance(content, dict) else None
     return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
 
@@ -93,22 +108,6 @@ def _version(root: str, timeout: float) -> str:
 def get_json(url: str, *, timeout: float = 30.0) -> Any:
     """What a server tells at an address in JSON; None where it tells nothing."""
     try:
-        return json_of(httpx.get(url, headers=headers(), timeout=timeout))
+        return fetch("GET", url, seconds=timeout).json
     except httpx.HTTPError:
-        return None
-
-
-def headers() -> dict[str, str]:
-    """The header that lm-eval sends too; none without a key, since an empty one is no legal header."""
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def json_of(response: httpx.Response) -> Any:
-    """The content of a good answer in JSON; None of any other."""
-    if response.status_code != 200:
-        return None
-    try:
-        return response.json()
-    except ValueError:
         return None

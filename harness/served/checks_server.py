@@ -13,7 +13,8 @@ import httpx
 
 from harness.engines.models import ModelFolder
 from harness.errors import EngineError
-from harness.served.address import get_json, headers
+from harness.served.address import get_json
+from harness.served.fetch import fetch
 from harness.served.identity import base_name
 from harness.served.seam import Capabilities, ServedRow
 from harness.types import UNKNOWN, Check, EngineIdentity, Row
@@ -192,14 +193,17 @@ def requests_at_work(root: str) -> int | None:
     """
     base = root.rstrip("/").removesuffix("/v1")
     try:
-        answer = httpx.get(f"{base}/metrics", headers=headers(), timeout=10)
+        answer = fetch("GET", f"{base}/metrics", seconds=10)
     except httpx.HTTPError:
         return None
-    if answer.status_code != 200:
+    if answer.status != 200:
         return _loads_of(base)
     lines = re.findall(r"^([a-z:_]+)(?:\{[^\n]*\})? +([0-9.eE+]+)", answer.text, flags=re.MULTILINE)
-    counts = [float(value) for name, value in lines if name in GAUGES]
-    return round(sum(counts)) if counts else None
+    try:
+        load = [float(value) for name, value in lines if name in GAUGES]
+        return round(sum(load)) if load else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def load_of(root: str) -> Callable[[], int | None]:

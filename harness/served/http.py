@@ -27,7 +27,7 @@ from tenacity import (
 )
 
 from harness.errors import EngineError
-from harness.served.address import headers
+from harness.served.fetch import TooLarge, headers, read
 from harness.types import Row
 
 Read = TypeVar("Read")
@@ -36,6 +36,8 @@ Read = TypeVar("Read")
 NEW_TOKENS = 1
 #: Most characters of a server's own words in a message of ours.
 WORDS = 160
+#: Bytes of a refusal that are looked at for them.
+LONGEST_ERROR = 1 << 16
 CONNECT = 10.0
 _CAP = re.compile(r"max(?:imum)? allowed\D{0,8}(-?\d+)|max_logprobs\D{0,8}(-?\d+)")
 
@@ -156,15 +158,16 @@ class _Asking:
 
         self.leaving.add(left)
         start = time.perf_counter()
+        request = self.client.build_request("POST", question.path, content=question.body, extensions={"trace": trace})
         try:
-            response = await self.client.post(question.path, content=question.body, extensions={"trace": trace})
+            fetched = await read(request, self.client, self.patience.timeout)
         finally:
             left.set()
             self.leaving.discard(left)
         return Answer(
-            status=response.status_code,
-            content=response.content,
-            wire_bytes=response.num_bytes_downloaded,
+            status=fetched.status,
+            content=fetched.content,
+            wire_bytes=fetched.wire_bytes,
             seconds=time.perf_counter() - start,
         )
 
@@ -183,7 +186,7 @@ def _give_up(question: Question, state: RetryCallState) -> Answer:
         answer: Answer = state.outcome.result()
         trouble = f"HTTP {answer.status}: {first_words(answer.content)}"
     else:
-        trouble = type(error).__name__
+        trouble = f"{type(error).__name__}: {error}" if isinstance(error, TooLarge) else type(error).__name__
     raise EngineError(
         f"the server stopped answering at {question.about} ({trouble}; {state.attempt_number} tries)",
         "see the server's log (out of memory: a smaller --k, or --max-num-batched-tokens 2048) and start it again; "
@@ -219,9 +222,10 @@ def check_status(answer: Answer, row: Row, wanted: int) -> None:
 
 def first_words(content: bytes) -> str:
     """The beginning of a server's error message, on one line, without what looks like an address or a path."""
+    content = content[:LONGEST_ERROR]
     try:
         message = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = content.decode(errors="replace")
     for key in ("error", "message", "detail"):
         message = message.get(key, message) if isinstance(message, dict) else message

@@ -22,8 +22,9 @@ from harness.errors import EngineError, UsageError
 from harness.measure.preflight import part_of, probes_of
 from harness.panel import ensure_built
 from harness.panel.seal import find_seal
-from harness.served.address import Server, headers, json_of
+from harness.served.address import Server
 from harness.served.checks_answer import check_whole
+from harness.served.fetch import fetch
 from harness.served.seam import Ask, ServedEngine, ServedRow
 from harness.types import Row
 
@@ -152,7 +153,7 @@ def _tokenized(server: Server, path: Path, index: int, length: int) -> Row | Non
         "add_special_tokens": True,
     }
     try:
-        content = json_of(httpx.post(f"{server.base}/tokenize", json=body, headers=headers(), timeout=30))
+        content = fetch("POST", f"{server.base}/tokenize", body=body).json
     except httpx.HTTPError:
         return None
     ids = content.get("tokens") if isinstance(content, dict) else None

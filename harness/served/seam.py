@@ -102,11 +102,13 @@ def decode(content: bytes, form: msgspec.json.Decoder[Form], row: Row) -> Form:
         return form.decode(content)
     except msgspec.ValidationError as error:
         raise _not_documented(row, str(error)) from error
+    except RecursionError as error:
+        raise _not_documented(row, "it is nested too deep") from error
     except msgspec.DecodeError:
         pass  # Python servers can write NaN and Infinity, which are no JSON
     try:
         return form.decode(msgspec.json.encode(json.loads(content, parse_constant=_constant)))
-    except ValueError as error:
+    except (ValueError, RecursionError, OverflowError) as error:
         raise _not_documented(row, f"no JSON ({error})") from error
 
 

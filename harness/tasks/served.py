@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 
 from harness.errors import EngineError
-from harness.served.address import Server, headers, json_of
+from harness.served.address import Server
+from harness.served.fetch import LARGEST, Fetched, fetch
 from harness.tasks.asking import Prompt
 from harness.types import Check
 
@@ -25,9 +26,9 @@ REPEAT_TOLERANCE = 0.5
 TEXT_TOLERANCE = 0.02
 
 
-def _post(url: str, body: dict[str, Any], what: str) -> httpx.Response:
+def _post(url: str, body: dict[str, Any], what: str) -> Fetched:
     try:
-        return httpx.post(url, json=body, headers=headers(), timeout=300)
+        return fetch("POST", url, body=body, seconds=300, most=LARGEST)
     except httpx.HTTPError as error:
         raise EngineError(f"the server did not answer {what} ({type(error).__name__})", "see its log") from error
 
@@ -108,26 +109,29 @@ class ServedPreflight:
         ids = [*prompt.context_ids, *prompt.answer_ids]
         payload = self.lm._create_payload([ids], generate=False, seed=self.lm._seed)
         response = _post(f"{self.server.root}/completions", payload, f"a request of {len(ids)} tokens")
-        if response.status_code != 200:
+        if response.status != 200:
             raise EngineError(
-                f"the server refuses a request of {len(ids)} tokens (HTTP {response.status_code}): "
+                f"the server refuses a request of {len(ids)} tokens (HTTP {response.status}): "
                 f"{_message(response, prompt)}",
                 "check its context length, its vocabulary and that it allows prompt log-probabilities",
             )
         choice = self._choice(response)
         check_echo(choice, ids, self.tokenizer)
-        parsed = self.lm.parse_logprobs(response.json(), tokens=[ids], ctxlens=[len(prompt.context_ids)])
-        return float(parsed[0][0])
+        try:
+            parsed = self.lm.parse_logprobs(response.json, tokens=[ids], ctxlens=[len(prompt.context_ids)])
+            return float(parsed[0][0])
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise _no_logprobs() from error
 
-    def _choice(self, response: httpx.Response) -> dict[str, Any]:
-        content = json_of(response)
+    def _choice(self, response: Fetched) -> dict[str, Any]:
+        content = response.json
         choices = content.get("choices") if isinstance(content, dict) else None
-        if not choices or not (choices[0].get("logprobs") or {}).get("token_logprobs"):
-            raise EngineError(
-                "the server's answer has no log-probabilities of the prompt",
-                "it must support echo with logprobs in /v1/completions (vLLM and SGLang do)",
-            )
-        choice: dict[str, Any] = choices[0]
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        logprobs = choice.get("logprobs") if isinstance(choice, dict) else None
+        values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+        if not isinstance(values, list) or not values:
+            raise _no_logprobs()
+        assert isinstance(choice, dict)
         return choice
 
     def _same_tokenizer(self, prompt: Prompt) -> None:
@@ -138,7 +142,7 @@ class ServedPreflight:
             "add_special_tokens": adds_special_tokens(self.tokenizer),
         }
         url = f"{self.server.root.removesuffix('/v1')}/tokenize"
-        content = json_of(_post(url, body, "at /tokenize"))
+        content = _post(url, body, "at /tokenize").json
         tokens = content.get("tokens") if isinstance(content, dict) else None
         if not isinstance(tokens, list):
             self.checks.append(Check(name="tokenizer", passed=True, figure="echoed token texts are ours"))
@@ -146,6 +150,13 @@ class ServedPreflight:
         if tokens != list(prompt.context_ids):
             raise disagreement(f"{len(tokens)} tokens where the candidate's gives {len(prompt.context_ids)}")
         self.checks.append(Check(name="tokenizer", passed=True, figure=f"the same {len(tokens)} ids at /tokenize"))
+
+
+def _no_logprobs() -> EngineError:
+    return EngineError(
+        "the server's answer has no log-probabilities of the prompt",
+        "it must support echo with logprobs in /v1/completions (vLLM and SGLang do)",
+    )
 
 
 def two_documents(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -175,17 +186,19 @@ def check_echo(choice: dict[str, Any], ids: Sequence[int], tokenizer: Any) -> No
             "turn off what it puts before a prompt (BOS, a chat template)",
         )
     known = [value for value in logprobs[1:-1] if value is not None]
-    if len(known) < len(ids) - 1 or any(not math.isfinite(v) or v > 1e-6 for v in known):
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
+    if len(known) < len(ids) - 1 or not numbers or any(not math.isfinite(v) or v > 1e-6 for v in known):
         raise EngineError("the server's log-probabilities have gaps or are above 0", "see its log")
     if len(ids) > 2 and all(value == 0 for value in known):
         raise EngineError("every log-probability of the prompt is 0", "turn speculative decoding off")
-    _check_texts(choice["logprobs"].get("tokens") or [], ids, tokenizer)
+    told = choice["logprobs"].get("tokens")
+    _check_texts([str(token) for token in told] if isinstance(told, list) else [], ids, tokenizer)
 
 
 def _check_texts(tokens: Sequence[str], ids: Sequence[int], tokenizer: Any) -> None:
     pairs = list(zip(tokens, ids, strict=False))
     if pairs and all(str(token).startswith("token_id:") for token, _ in pairs):
-        differ = sum(int(token.removeprefix("token_id:")) != number for token, number in pairs)
+        differ = sum(token.removeprefix("token_id:") != str(number) for token, number in pairs)
         compared = len(pairs)
     else:
         ours = [(token.strip(), tokenizer.decode([number]).strip()) for token, number in pairs]
@@ -195,7 +208,7 @@ def _check_texts(tokens: Sequence[str], ids: Sequence[int], tokenizer: Any) -> N
         raise disagreement(f"{differ} of {compared} echoed tokens are others")
 
 
-def _message(response: httpx.Response, prompt: Prompt) -> str:
+def _message(response: Fetched, prompt: Prompt) -> str:
     """The server's first words, unless they quote the question."""
     text = " ".join(response.text.split())[:200]
     quoted = any(prompt.context[at : at + 20] in text for at in range(max(1, len(prompt.context) - 19)))

@@ -14,8 +14,10 @@ PROJECT = Path(__file__).parents[1]
 PANELS, TEACHERS = PROJECT / "panels", PROJECT / "teachers"
 
 
-def panel_folder(given: Path) -> Path:
+def panel_folder(given: Path, example: str = "--panel {}") -> Path:
     """The folder of a panel: a path from here, or the name of a shipped one, such as ``open-32x2048``.
+
+    ``example`` is how a panel is named where this one was, for the repair.
 
     Raises:
         UsageError: there is no such folder.
@@ -25,7 +27,7 @@ def panel_folder(given: Path) -> Path:
         if place.is_dir():
             return _from_here(place)
     shipped = sorted(path.parent.name for path in PANELS.glob("*/panel.toml"))
-    raise UsageError(f"--panel {given}: there is no such panel", f"{_one_of('--panel', shipped)}, or name a folder")
+    raise UsageError(f"there is no panel {given}", f"{_one_of(example, shipped)}, or name a folder")
 
 
 def teacher_source(given: str) -> str:
@@ -43,8 +45,8 @@ def teacher_source(given: str) -> str:
     if path.suffix == ".toml" or not _may_be_elsewhere(given):
         shipped = sorted(path.name for path in TEACHERS.glob("*.toml"))
         raise UsageError(
-            f"--teacher {given}: there is no such file or folder",
-            f"{_one_of('--teacher', shipped)}, or give a model's folder or org/name",
+            f"there is no teacher {given}: no file and no folder of this name",
+            f"{_one_of('--teacher {}', shipped)}, or give a model's folder or org/name",
         )
     return given
 
@@ -60,6 +62,17 @@ def candidate_source(given: str) -> str:
     raise UsageError(f"{given} is neither a checkpoint folder nor a Hub id", "give a folder or org/name")
 
 
+def written_folder(given: Path) -> Path:
+    """A folder that an earlier command wrote.
+
+    Raises:
+        UsageError: nothing of this name is there.
+    """
+    if not given.expanduser().exists():
+        raise UsageError(f"there is no {given}", "name a folder that `fidelity measure` or `fidelity compare` wrote")
+    return given
+
+
 def _may_be_elsewhere(given: str) -> bool:
     """Whether a name may be a package's or the Hub's."""
     return given.startswith("package:") or (not given.startswith((".", "/", "~")) and given.count("/") == 1)
@@ -70,7 +83,8 @@ def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _one_of(option: str, names: list[str]) -> str:
-    return (
-        f"{option} {names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "") if names else "check the name"
-    )
+def _one_of(example: str, names: list[str]) -> str:
+    """``--panel example (or open-32x2048, ...)``."""
+    if not names:
+        return "check the name"
+    return example.format(names[0]) + (f" (or {', '.join(names[1:])})" if names[1:] else "")

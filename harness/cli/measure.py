@@ -24,10 +24,13 @@ from harness.cli.options import (
     SamplesOption,
     ServedModelOption,
     SignOption,
+    TeacherOption,
     UrlOption,
+    refuse_ignored,
     sign_receipts,
 )
-from harness.names import teacher_source
+from harness.errors import UsageError
+from harness.names import candidate_source, teacher_source
 from harness.progress import console
 
 if TYPE_CHECKING:
@@ -38,13 +41,16 @@ if TYPE_CHECKING:
 SERVERS = ("vllm", "sglang")
 
 
+#: Options that only one of the two lanes looks at.
+ONLY_SERVED = ("served_model", "k", "tail_samples", "concurrency", "floor")
+ONLY_HERE = ("compute_dtype", "packed", "memory_budget")
+
+
 def measure(
+    context: typer.Context,
     candidate: Annotated[str | None, typer.Argument(help="EXL3 folder or Hub id; empty: the example.")] = None,
     revision: RevisionOption = None,
-    teacher: Annotated[
-        str | None,
-        typer.Option(help="NAME.toml, a model, or a capture folder; else what the candidate's card says."),
-    ] = None,
+    teacher: TeacherOption = None,
     panel: PanelOption = EXAMPLE_PANEL,
     rows: RowsOption = None,
     out: OutOption = None,
@@ -69,13 +75,12 @@ def measure(
     sign: SignOption = None,
 ) -> None:
     """Measure a quant against its teacher over a panel: exactly, or what a server gives of it."""
+    _refuse_what_cannot_be(context, candidate, engine)
     of_example = candidate is None and engine == "reference"
     if of_example:
         from harness.measure.example import TEACHER, example_candidate
 
         candidate, teacher = example_candidate(), teacher or teacher_source(TEACHER)
-    from harness.errors import UsageError
-
     common: dict[str, Any] = {"panel": panel, "revision": revision, "teacher": teacher, "rows": rows, "out": out}
     if engine in SERVERS:
         asked = {"k": k, "tail_samples": tail_samples, "concurrency": concurrency, "served_model": served_model}
@@ -92,6 +97,16 @@ def measure(
     show(result, as_json, allow_nonfinite)
     if of_example and not packed and memory_budget is None:
         _known_answer(result)
+
+
+def _refuse_what_cannot_be(context: typer.Context, candidate: str | None, engine: str) -> None:
+    """Refuse, before anything is imported, what needs no look at a model: a wrong path, options without effect."""
+    if candidate is not None:
+        candidate_source(candidate)
+    if engine in SERVERS:
+        refuse_ignored(context, ONLY_HERE, f"with --engine {engine}: the server decides it")
+    else:
+        refuse_ignored(context, ONLY_SERVED, "without a server (--engine vllm or sglang)")
 
 
 def _known_answer(result: Result) -> None:
@@ -111,7 +126,6 @@ def _without_secret(url: str) -> str:
 
 def served_request(engine: str, url: str | None, **settings: Any) -> ServedRequest:
     """The request of a command about a server; ``settings`` are further fields of `ServedRequest`."""
-    from harness.errors import UsageError
     from harness.served.measure import ServedRequest
 
     if engine not in SERVERS:
@@ -129,7 +143,6 @@ def _through_server(request: ServedRequest) -> Result:
 
 def _in_process(candidate: str | None, memory_budget: str | None, **settings: Any) -> Result:
     from harness.engines.open import ENGINES, memory_budget_of
-    from harness.errors import UsageError
     from harness.measure.run import Request
     from harness.measure.run import measure as run
 

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from harness.errors import UsageError
+from harness.names import panel_folder, teacher_source, written_folder
+
 #: The panel of the built-in example, and the default.
 EXAMPLE_PANEL = Path("panels/example")
+
+
+def _panel(given: Path | None) -> Path | None:
+    return None if given is None else panel_folder(Path(given))
+
+
+def _teacher(given: str | None) -> str | None:
+    return None if given is None else teacher_source(given)
+
+
+def written(given: Path | list[Path]) -> Path | list[Path]:
+    """Callback of arguments that name what an earlier command wrote."""
+    for folder in given if isinstance(given, (list, tuple)) else [given]:
+        written_folder(Path(folder))
+    return given
+
 
 # What is measured, and on what.
 
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-PanelOption = Annotated[Path, typer.Option(help="Panel folder.")]
+PanelOption = Annotated[Path, typer.Option(help="Panel: a folder, or a shipped one's name.", callback=_panel)]
 #: Where a panel is not needed, but says more.
 KnownPanelOption = Annotated[
-    Path | None, typer.Option("--panel", help="Panel folder: its tokens, tokenizer and registration.")
+    Path | None,
+    typer.Option("--panel", help="Panel folder: its tokens, tokenizer and registration.", callback=_panel),
 ]
 TokenizerOption = Annotated[
     str | None,
@@ -24,6 +45,15 @@ TokenizerOption = Annotated[
 ]
 SealOption = Annotated[str | None, typer.Option("--tokenizer", help="Digest of the tokenizer whose seal is meant.")]
 ResealOption = Annotated[bool, typer.Option(help="Replace a seal that differs.")]
+TeacherOption = Annotated[
+    str | None,
+    typer.Option(
+        help="NAME.toml, a model, or a capture folder; else what the candidate's card says.", callback=_teacher
+    ),
+]
+TeacherArgument = Annotated[
+    str, typer.Argument(help="NAME.toml or a model: its weights are needed.", callback=_teacher)
+]
 RowsOption = Annotated[int | None, typer.Option(help="Only the first so many rows; the result says partial.")]
 
 # How it is computed.
@@ -84,6 +114,18 @@ OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to w
 #: Where nothing can be guessed.
 IntoOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script instead of tables.")]
+
+
+def refuse_ignored(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Refuse options that were typed and that nothing would look at.
+
+    Raises:
+        UsageError: it names the first of them, and in which way it is ignored.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{parameter.opts[0]} would be ignored {why}", f"leave {parameter.opts[0]} out")
 
 
 def sign_receipts(folder: Path, key: Path | None) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from harness.cli.options import JsonOption, ResealOption, SealOption, TokenizerOption
+from harness.names import panel_folder
 
 if TYPE_CHECKING:
     from harness.panel.seal import Lock
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Build, seal, verify and show panels.", no_args_is_help=True)
 
-PanelArgument = Annotated[Path, typer.Argument(metavar="PANEL", help="A panel's folder, such as panels/example.")]
+
+def _panel_argument(given: Path) -> Path:
+    return panel_folder(Path(given), "fidelity panel show {}")
+
+
+PanelArgument = Annotated[
+    Path,
+    typer.Argument(metavar="PANEL", help="A panel's folder, or a shipped one's name.", callback=_panel_argument),
+]
 
 
 @app.command()

@@ -18,8 +18,10 @@ from harness.cli.options import (
     RevisionOption,
     ServedModelOption,
     SignOption,
+    refuse_ignored,
     sign_receipts,
 )
+from harness.names import candidate_source, teacher_source
 
 if TYPE_CHECKING:
     from harness.report.table import Table
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 
 def tasks(
+    context: typer.Context,
     candidate: Annotated[
         str | None,
         typer.Argument(help="EXL3 or plain folder, Hub id, or a teacher's .toml; with --base-url its checkpoint."),
@@ -60,6 +63,11 @@ def tasks(
         return
     if candidate is None:
         raise UsageError("no candidate is named", "give a checkpoint folder or a Hub id (CANDIDATE=...)")
+    if base_url is None:
+        refuse_ignored(context, ("served_model", "num_concurrent"), "without a server (--base-url)")
+    else:
+        refuse_ignored(context, ("compute_dtype", "device", "packed", "memory_budget", "engine"), "with --base-url")
+    candidate = candidate_source(teacher_source(candidate) if candidate.endswith(".toml") else candidate)
     from harness.tasks.run import Request, run_suite
 
     result = run_suite(

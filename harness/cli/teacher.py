@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import EXAMPLE_PANEL, BudgetOption, DeviceOption, PanelOption, RowsOption
+from harness.cli.options import EXAMPLE_PANEL, BudgetOption, DeviceOption, PanelOption, RowsOption, TeacherArgument
 
 app = typer.Typer(help="Capture a teacher's outputs over a panel, and verify captures.", no_args_is_help=True)
 
 
 @app.command()
 def capture(
-    teacher: Annotated[str, typer.Argument(help="teachers/NAME.toml or a model.")],
+    teacher: TeacherArgument,
     panel: PanelOption = EXAMPLE_PANEL,
     rows: RowsOption = None,
     device: DeviceOption = None,

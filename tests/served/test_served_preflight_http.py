@@ -280,4 +280,4 @@ def test_doctor_says_whose_rows_it_sends_where_the_server_makes_no_tokens(model,
         other = doctor("--engine", url, "--kind", "llamacpp")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["rows"].startswith("those of tiny for the tokenizer ")
-    assert "nowhere is no panel" in str(wrong.exception) and "only vllm and sglang" in str(other.exception)
+    assert "there is no panel nowhere" in str(wrong.exception) and "only vllm and sglang" in str(other.exception)

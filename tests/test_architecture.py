@@ -10,6 +10,7 @@ from tests.architecture import HARNESS, Graph, import_graph
 
 #: From the ground up: a package imports from itself and from what stands before it.
 ORDER = (
+    "shown",
     "errors",
     "names",
     "records",

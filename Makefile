@@ -17,7 +17,7 @@ SUITE ?= quick
 DATA ?=
 PARTS ?=
 VLLM := .venv-vllm/bin/python
-.PHONY: help panel compare tasks card bench coverage examples test test-vllm lint doctor clean
+.PHONY: help panel compare tasks card bench coverage fuzz examples test test-vllm lint doctor clean
 help:
 	@echo "make panel                                   set up, then measure the built-in example"
 	@echo "make panel CANDIDATE=... TEACHER=... PANEL=...  measure your own quant (ROWS=4 for a quick look)"
@@ -25,6 +25,7 @@ help:
 	@echo "make tasks CANDIDATE=... SUITE=quick DATA=...   MMLU and GPQA through lm-eval (SUITE=mmlu-dev needs no data)"
 	@echo "make card RUNS='RUN RUN' DIR=reports/card    the model card's tables"
 	@echo "make bench                                   speed and accuracy of the kernels on this machine"
+	@echo "make fuzz                                    damaged inputs through the command, and what they came to"
 	@echo "make coverage                                how often intervals and verdicts are right, by simulation"
 	@echo "make examples PARTS='card tasks'              the committed examples anew (an hour; see reports/examples/README.md)"
 	@echo "make panel ENGINE=vllm URL=http://localhost:8000 CANDIDATE=... TEACHER=...   what a server gives of it"
@@ -51,6 +52,9 @@ tasks: .venv/.ready
 
 card: .venv/.ready
 	@$(BIN)/fidelity card $(RUNS) -o $(DIR)
+
+fuzz: .venv/.ready
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(if $(COUNT),--count $(COUNT))
 
 coverage: .venv/.ready
 	@$(BIN)/fidelity coverage
